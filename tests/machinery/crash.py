@@ -9,7 +9,7 @@ is first put back to what it was; while the loop's body runs it holds what is le
     for cut in crash.power_loss_states(save, folder):  # see disk.py
         assert newest(folder) == (new if cut.finished else one_of_both), cut.what
 
-`points` lists the calls; `kill_at` and `fail_at` do one, starting from the folder as it is. fsync is counted and not
+`points` lists the calls; `kill_at` does one, starting from the folder as it is. fsync is counted and not
 carried out. Writes of other C code are not seen, which raises.
 """
 
@@ -64,8 +64,8 @@ def failures(save: Callable, folder: Path, lasting: bool = False) -> Iterator[Cu
     tree = read_tree(folder)
     for (number, line), code in zip(enumerate(points(save, folder)), itertools.cycle(ERRORS)):
         write_tree(tree, folder)
-        cut = fail_at(save, folder, number, code, lasting)
-        cut.what += f": {line}"
+        cut = _run(save, folder, Failure(number, half=True, code=code, lasting=lasting))
+        cut.what = f"{errno.errorcode[code]} {'from' if lasting else 'at'} call {number}: {line}"
         yield cut
     write_tree(tree, folder)
 
@@ -95,13 +95,6 @@ def kill_at(save: Callable, folder: Path, number: int, half: bool = False) -> Cu
     return cut
 
 
-def fail_at(save: Callable, folder: Path, number: int, code: int, lasting: bool = False) -> Cut:
-    """Let the call of this number fail with an errno."""
-    cut = _run(save, folder, Failure(number, half=True, code=code, lasting=lasting))
-    cut.what = f"{errno.errorcode[code]} {'from' if lasting else 'at'} call {number}"
-    return cut
-
-
 def _clean(save, folder):
     """Run the save without a cut, check that its trace explains all its changes, and restore the folder."""
     tree = read_tree(folder)
@@ -122,9 +115,7 @@ def _run(save, folder, failure):
     child = os.fork()
     if child == 0:
         watch = calls.Calls(folder, failure)
-        with _Report(watch.trace, sink):
-            watch.install()
-            save()
+        _save_and_report(save, watch, sink)
     os.close(sink)
     data = b""
     while select.select([source], [], [], LIMIT)[0] and (block := os.read(source, 1 << 20)):
@@ -140,17 +131,14 @@ def _run(save, folder, failure):
     return Cut("uncut", not error, error, trace)
 
 
-class _Report:
-    """Reports to the parent how the save in a child ended, and ends the child."""
-
-    def __init__(self, trace, sink):
-        self.trace, self.sink = trace, sink
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        text = "".join(traceback.format_exception(*error)) if error[0] else ""
-        with calls.REAL_OPEN(self.sink, "wb") as sink:
-            sink.write(pickle.dumps((text, self.trace)))
-        os._exit(0)
+def _save_and_report(save, watch, sink):
+    """In a child: save, tell the parent how it ended, and exit."""
+    error = ""
+    try:
+        watch.install()
+        save()
+    except BaseException:
+        error = traceback.format_exc()
+    with calls.REAL_OPEN(sink, "wb") as file:
+        file.write(pickle.dumps((error, watch.trace)))
+    os._exit(0)

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -41,26 +40,6 @@ def until(condition: Callable, limit: float = LIMIT, what: str | Callable = "", 
         assert time.monotonic() < end, f"waited {limit} s for {what() if callable(what) else what or condition}"
         time.sleep(pause)
     return value
-
-
-def in_a_child(function: Callable, **arguments):
-    """Call the function in a fork of this process; only its failure is reported back."""
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(writer, function, arguments))
-    process.start()
-    writer.close()
-    failure = reader.recv() if reader.poll(LIMIT) else "no answer"
-    process.join()
-    assert not failure, failure
-
-
-def _report(writer, function, arguments):
-    try:
-        function(**arguments)
-        writer.send("")
-    except BaseException:
-        writer.send(traceback.format_exc())
 
 
 @dataclass

@@ -68,18 +68,9 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
 # Flags that contradict each other
 
 
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        ("-cpu 1 -batch_size 5000 -drop_last", ["-batch_size 5000", "-drop_last", "1259 training samples"]),
-        ("-cpu 1 -data nowhere", ["-data nowhere", "digits.npz"]),
-        ("-cpu 1 -arch gpt -gpt_heads 5", ["-gpt_width 128", "-gpt_heads 5"]),
-    ],
-)
-def test_contradicting_flags_are_refused_with_values_that_would_work(flags, parts, error_of, monkeypatch):
-    monkeypatch.chdir(config.ROOT)
-    line = error_of([*flags.split(), *([] if "-data" in flags else ["-data", str(config.ROOT / "data")])])
-    assert all(part in line for part in parts), line
+def test_contradicting_flags_are_refused_with_values_that_would_work(error_of):
+    line = error_of(f"-cpu 1 -batch_size 5000 -drop_last -data {config.ROOT / 'data'}")
+    assert all(part in line for part in ("-batch_size 5000", "-drop_last", "1259 training samples")), line
 
 
 # As a command of the shell

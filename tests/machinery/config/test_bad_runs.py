@@ -117,15 +117,9 @@ def test_errors_that_need_the_built_run_are_found_before_anything_is_written(fla
     assert flags in error_of([*FAST, *flags.split()])
 
 
-def colour_images(count, size=8, classes=4):
+def colour_images(count, classes):
     """Images with 3 channels and ascending labels; the last image is of the last class."""
-    return Tensors(torch.randn(count, 3, size, size), torch.arange(count) * classes // count)
-
-
-ODD = {
-    "colour": lambda args: colour_images(20),
-    "late": lambda args: {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)},
-}
+    return Tensors(torch.randn(count, 3, 8, 8), torch.arange(count) * classes // count)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +132,8 @@ ODD = {
 )
 def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, capfd):
     flags = [*FAST, "-dataset", *flags.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
-    with runs.plugins(dataset=ODD):
+    late = {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)}
+    with runs.plugins(dataset={"late": lambda args: late}):
         assert train.main(flags) == 2
     assert message in capfd.readouterr().err.splitlines()[-1]
 

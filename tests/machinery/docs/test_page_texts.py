@@ -116,16 +116,14 @@ def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, mon
             assert train.main([*flags, "-out", str(tmp_path / "out")]) == 0
             assert "#SBATCH --partition=general\n" in capfd.readouterr().out
             shown += 1
-        elif "-slurm_dry" not in flags and ("-slurm" in flags or ("-gpus" in flags and _gpus() < 3)):
+        elif "-slurm_dry" not in flags and (
+            "-slurm" in flags or ("-gpus" in flags and torch.cuda.device_count() < 3)
+        ):
             assert train.main(flags) == 2
             output = capfd.readouterr().err
             assert len(output.splitlines()) == 1 and output.startswith("train.py: -"), command
             refused += 1
     assert shown and refused
-
-
-def _gpus():
-    return torch.cuda.device_count()
 
 
 def test_the_dataset_of_torchvision_in_the_page_has_the_splits_and_the_augmentation_that_it_says(

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import ports
@@ -69,26 +68,25 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
     env = {"HEAD": f"127.0.0.1:{ports.free()}"}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     first = nodes(**env)
-    _wait_until_it_trains(log, starts=1)
+    _wait_until_it_trains(log)
 
     second = nodes(**env)
-    joined = _wait_for_start(log, 2, limit=120)
+    joined = _wait_for_start(log, 2)
     assert joined["stopped"] == joined["resumed"] > 0
 
     until(lambda: _steps(log) > joined["resumed"] + 20)
     os.kill(second.worker(), signal.SIGKILL)
-    replaced = _wait_for_start(log, 3, limit=120)
+    replaced = _wait_for_start(log, 3)
     assert replaced["resumed"] >= joined["resumed"]
 
     until(lambda: _steps(log) > replaced["resumed"] + 20)
     os.kill(second.agent.pid, signal.SIGKILL)
-    smaller = _wait_for_start(log, 4, limit=120)
+    smaller = _wait_for_start(log, 4)
     assert smaller["stopped"] == smaller["resumed"] > replaced["resumed"]
     assert "signal SIGTERM" in log.read_text()
 
     assert first.agent.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
-    print({"joined_s": joined["took"], "worker_s": replaced["took"], "agent_s": smaller["took"]})
 
 
 @pytest.fixture
@@ -114,29 +112,28 @@ def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tm
     env = {"HEAD": etcd, "RENDEZVOUS": "etcd-v2", "NODES": "2"}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     head, other = nodes(**env), nodes(**env)
-    _wait_until_it_trains(log, starts=1)
+    _wait_until_it_trains(log)
     other.worker()
     os.kill(other.agent.pid, signal.SIGTERM)
     assert other.agent.wait(60)
     nodes(**env)
-    replaced = _wait_for_start(log, 2, limit=120)
+    replaced = _wait_for_start(log, 2)
     assert replaced["stopped"] == replaced["resumed"] > 0
     assert head.agent.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
 
 
-def _wait_until_it_trains(log, starts):
-    until(lambda: log.exists() and log.read_text().count("resuming from") >= starts - 1 and _steps(log) >= 20)
+def _wait_until_it_trains(log):
+    until(lambda: log.exists() and _steps(log) >= 20)
 
 
-def _wait_for_start(log, starts, limit):
-    """Wait for the given start of the run and return its step before and after, and the seconds between."""
-    began = time.monotonic()
-    until(lambda: log.read_text().count("resuming from") >= starts - 1, limit)
+def _wait_for_start(log, starts):
+    """Wait for the given start of the run and return its step before and after."""
+    until(lambda: log.read_text().count("resuming from") >= starts - 1)
     text = log.read_text()
     resumed_at = int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", text)[-1])
     stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+/\d+ at step (\d+)", text)]
-    return {"resumed": resumed_at, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
+    return {"resumed": resumed_at, "stopped": stopped[-1] if stopped else None}
 
 
 def _steps(log):

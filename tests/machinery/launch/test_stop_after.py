@@ -4,21 +4,15 @@ import pytest
 import saves
 import torch
 from runs import distance, lines, outcome, run, same_tensors, weights
-from runs import plugins as runs_plugins
 from safetensors.torch import load_file
-from saves import PLUGINS, SMALL
+from saves import SMALL
 
+pytestmark = pytest.mark.usefixtures("small_plugins")
 FLAGS = SMALL.replace("-epochs 3", "-epochs 12 -log_every 1")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with runs_plugins(**PLUGINS):
-        yield
-
-
 @pytest.fixture(scope="module")
-def full_run(tmp_path_factory):
+def full_run(small_plugins, tmp_path_factory):
     """A run of all epochs."""
     return run(tmp_path_factory.mktemp("whole"), f"{FLAGS} -cpu 1 -best loss -save_every 1epoch -keep_last 99")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import until
+from saves import steps
 
 from lib.utils import preemption
 from lib.utils.distributed import World
@@ -20,10 +21,6 @@ PAUSE = {"do": "pause", "step": 25}
 NEXT = PAUSE["step"] + 1  # the step at which a run stops that was asked to stop during its pause
 QUIET = "stopped at once, as there was nothing to save"
 SOON_S = 30  # seconds until a run reacts, on a machine with other work
-
-
-def signal_parent(run, number):
-    os.kill(run.pid, number)
 
 
 def signal_all(run, number):
@@ -43,13 +40,6 @@ def wait_until_noticed(run, number):
     until(lambda: any(message in log.read_text() for log in logs.glob("rank_*.log")), what=message)
 
 
-def saved_steps(run) -> list[int]:
-    """The steps of the checkpoints, sorted."""
-    return sorted(
-        int(folder.name.partition("_step_")[2]) for folder in (run.folder / "checkpoints").glob("*_step_*[0-9]")
-    )
-
-
 def wait_until_stopped(run, reason) -> int:
     """Wait until the run has stopped with its state saved, and return the step."""
     assert run.wait() == 75, run.text()
@@ -57,7 +47,7 @@ def wait_until_stopped(run, reason) -> int:
     outcome = run.outcome()
     assert outcome["state"] == "stopped"
     assert reason in outcome["reason"]
-    assert saved_steps(run)[-1] == outcome["step"] < STEPS
+    assert steps(run.folder)[0] == outcome["step"] < STEPS
     assert "Traceback" not in run.text()
     return outcome["step"]
 
@@ -85,7 +75,7 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, 
     wait_until_noticed(run, signal.SIGTERM)
     run.release()
     assert wait_until_stopped(run, "SIGTERM") == NEXT
-    assert saved_steps(run)[-2:-1] == [EPOCH]
+    assert steps(run.folder)[1] == EPOCH
     check_resumes(start, "signalled", uninterrupted, "-workers", workers)
 
 
@@ -123,7 +113,7 @@ def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, uninte
     run.type("\x03")
     assert run.wait(SOON_S) == 130, run.text()
     run.wait_until_gone(SOON_S)
-    assert first in saved_steps(run)  # the save of the second epoch may have been in progress
+    assert first in steps(run.folder)  # the save of the second epoch may have been in progress
     check_resumes(start, "keys", uninterrupted)
 
 
@@ -147,7 +137,7 @@ def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_time
     first = wait_until_stopped(start("limited", "-max_hours", 1e-9), "-max_hours is over")
     run = start("limited", fault=PAUSE)
     run.wait_for_notes(2)
-    signal_parent(run, signal.SIGUSR2)
+    os.kill(run.pid, signal.SIGUSR2)
     wait_until_noticed(run, signal.SIGUSR2)
     (run.folder / "STOP").touch()  # as if during a preemption or while the job waits to be requeued
     run.release()
@@ -179,7 +169,7 @@ def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, u
     run = start("stuck", "-grace_s", 2, fault={"do": "send_signal", "signal": "SIGSTOP", "step": 45, "rank": 1})
     run.wait_for_notes(1)
     time.sleep(0.2)  # rank 0 is in its collective, waiting for rank 1
-    signal_parent(run, signal.SIGTERM)
+    os.kill(run.pid, signal.SIGTERM)
     sent = time.monotonic()
     assert run.wait() == 1, run.text()
     assert 2 < time.monotonic() - sent < 2 + SOON_S
@@ -187,7 +177,7 @@ def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, u
     assert re.search(r"File .*trainer\.py.* in ", run.text())
     assert "rank 0 failed with exit code 1" in run.text()
     run.wait_until_gone(SOON_S)
-    assert EPOCH in saved_steps(run)  # the save of the second epoch waited for it, and may still be in progress
+    assert EPOCH in steps(run.folder)  # the save of the second epoch waited for it, and may still be in progress
     check_resumes(start, "stuck", uninterrupted)
 
 
@@ -198,7 +188,7 @@ def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uni
         until(
             lambda maps=Path(f"/proc/{run.pid}/maps"): "libtorch_cpu" in maps.read_text()
         )  # torch is being imported
-        signal_parent(run, number)
+        os.kill(run.pid, number)
         assert run.wait() == 75, run.text()
         assert run.text() == f"train.py: {number.name} before or after the training: {QUIET}\n"
         run.wait_until_gone(SOON_S)

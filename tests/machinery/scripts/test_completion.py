@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,19 +10,14 @@ from lib.config import plugins
 from scripts import completion
 
 
-def completion_script(folder: Path, shell: str) -> Path:
-    """Write the completion script of a shell to a file."""
-    pytest.importorskip("shtab", reason="needs uv pip install -r pyproject.toml --group completion")
-    file = folder / f"train.{shell}"
-    with file.open("w") as stream, contextlib.redirect_stdout(stream):
-        assert completion.main([shell]) == 0
-    return file
-
-
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """The completion script of bash."""
-    return completion_script(tmp_path_factory.mktemp("completion"), "bash")
+    pytest.importorskip("shtab", reason="needs uv pip install -r pyproject.toml --group completion")
+    file = tmp_path_factory.mktemp("completion") / "train.bash"
+    with file.open("w") as stream, contextlib.redirect_stdout(stream):
+        assert completion.main(["bash"]) == 0
+    return file
 
 
 def completions(script, words: list[str]) -> list[str]:

@@ -38,17 +38,10 @@ def test_finished_stopped_and_failed_runs_are_shown_with_their_reasons(tmp_path)
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
 
 
-def write_run(folder, outcome, loss=None):
-    """Write the folder of a run, with as much as a table needs."""
-    folder.mkdir()
-    (folder / "outcome.json").write_text(json.dumps(outcome))
-    if loss:
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": loss}) + "\n")
-
-
 @pytest.mark.parametrize(("answer", "gone"), [("y\n", True), ("\n", False), ("", False)])
 def test_old_runs_are_deleted_only_after_confirmation(answer, gone, tmp_path, monkeypatch, capsys):
-    write_run(tmp_path / "x", {})
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "outcome.json").write_text("{}")
     assert status.main([str(tmp_path), "-delete"]) == 0 and "no old runs" in capsys.readouterr().out
     old = tmp_path / ".old" / "x-20260101-120000-abcdef"
     old.mkdir(parents=True)

@@ -2,10 +2,10 @@
 
 import copy
 import math
-import types
 
 import pytest
 import torch
+from command_line import parsed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,23 +15,7 @@ from lib.core import optimizer as optimizers
 from lib.core import scheduler
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=100)
-FLAGS = {
-    "arch": "x",
-    "optimizer": "adamw",
-    "optimizer_arg": [],
-    "num_classes": 10,
-    "lr_start": 1e-3,
-    "weight_decay": 0.1,
-    "momentum": 0.9,
-    "parallel": "ddp",
-    "deterministic": False,
-    "class_weights": None,
-    "ignore_index": -100,
-}
-
-
-def flags(**changes):
-    return types.SimpleNamespace(**{**FLAGS, **changes})
+STOCK = "-deterministic no -weight_decay 0.1"
 
 
 # The learning rate
@@ -92,7 +76,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("name", ["sgd", "Adam", "adamw"])
 def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_out(name):
     model = Mixed()
-    [optimizer] = optimizers.get_optimizers(model, nn.Identity(), flags(optimizer=name))
+    [optimizer] = optimizers.get_optimizers(model, nn.Identity(), parsed(f"{STOCK} -optimizer {name}"))
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay_of = [(names[p], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
     trained = [name for name in names.values() if not name.startswith("frozen")]
@@ -147,7 +131,7 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
     torch.use_deterministic_algorithms(True)
     try:
         for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
-            [optimizer] = optimizers.get_optimizers(model, nn.Identity(), flags(optimizer=name))
+            [optimizer] = optimizers.get_optimizers(model, nn.Identity(), parsed(f"{STOCK} -optimizer {name}"))
             if switch and not getattr(optimizer, "_step_supports_amp_scaling", False):
                 pytest.skip(f"this torch has no such switch in {name}")
             for value in values:
@@ -165,7 +149,7 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
 
 @pytest.mark.parametrize("size", [4, 5])
 def test_the_class_dimension_is_the_first_for_pixels_and_the_last_for_tokens_even_if_both_fit(size):
-    loss = losses.get_loss(flags(loss="cross_entropy", label_smoothing=0.0))
+    loss = losses.get_loss(parsed("-label_smoothing 0"))
     pixels, tokens = torch.randint(4, (2, size, size)), torch.randint(size, (2, size))
     images, rows = torch.randn(2, 4, size, size), torch.randn(2, size, size)
     assert torch.equal(loss(images, pixels), nn.functional.cross_entropy(images, pixels))
@@ -176,12 +160,12 @@ def test_the_class_dimension_is_the_first_for_pixels_and_the_last_for_tokens_eve
 
 def test_losses_and_accuracy_are_those_of_torch():
     outputs, labels = torch.randn(9, 4), torch.randint(4, (9,))
-    loss = losses.get_loss(flags(loss="cross_entropy", label_smoothing=0.2))
+    loss = losses.get_loss(parsed("-label_smoothing 0.2"))
     theirs = nn.functional.cross_entropy(outputs, labels, label_smoothing=0.2)
     torch.testing.assert_close(loss(outputs, labels), theirs)  # ours is a sum, divided
     assert losses.metric_sums(loss, outputs, labels) == {"accuracy": (outputs.argmax(1) == labels).sum()}
     assert losses.metric_sums(loss, outputs, outputs.softmax(1)) == {}
     for name, theirs in {"mse": "mse_loss", "l1": "l1_loss", "huber": "huber_loss"}.items():
-        loss = losses.get_loss(flags(loss=name, label_smoothing=0.2))
+        loss = losses.get_loss(parsed(f"-loss {name} -label_smoothing 0.2"))
         assert torch.equal(loss(outputs, 2 * outputs), getattr(nn.functional, theirs)(outputs, 2 * outputs))
         assert losses.metric_sums(loss, outputs, outputs + 1)["mae"] == pytest.approx(9)

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from command_line import tree
 from runs import few, lines, norm_net, outcome, plugins, run
 from saves import log_of
 from torch import nn
@@ -53,10 +54,6 @@ def parts():
         yield
 
 
-def read_files(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -86,12 +83,12 @@ def test_debug_does_not_report_an_overflow_caused_by_the_scale_of_fp16(parts, tm
 
 def test_debug_starts_from_the_newest_checkpoint_and_does_not_change_the_run(parts, tmp_path, capfd):
     folder = run(tmp_path, f"{FLAGS} -limit_steps 5", wanted=75)
-    before = read_files(tmp_path)
+    before = tree(tmp_path)
     capfd.readouterr()
     run(tmp_path, f"{FLAGS} -debug -limit_steps 2")
     output = capfd.readouterr().out
     assert "step 6  loss" in output and "step 7  loss" in output and "no bad tensor in 2 steps" in output
-    assert read_files(tmp_path) == before
+    assert tree(tmp_path) == before
     run(tmp_path, f"{FLAGS} -debug")
     assert "no bad tensor in 3 steps" in capfd.readouterr().out, "an epoch has four"
     assert folder.exists()
@@ -102,7 +99,7 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
     best = outcome(folder)["best"]
     (wanted,) = [line for line in lines(folder) if "val/loss" in line and line["epoch"] == best["epoch"]]
     (folder / "STOP").touch()  # a file that stops training, but not an evaluation
-    before = read_files(tmp_path)
+    before = tree(tmp_path)
     for flags in ("-cpu 1", "-cpu 2 -epochs 99", "torchrun"):
         with monkeypatch.context() as patch:
             for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items() if flags == "torchrun" else ():
@@ -113,7 +110,7 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
             assert found["val"][name] == pytest.approx(wanted[f"val/{name}"], abs=1e-6)
         assert f"val  accuracy {found['val']['accuracy']:.4f}" in capfd.readouterr().out
         (folder / "eval.json").unlink()
-    assert read_files(tmp_path) == before
+    assert tree(tmp_path) == before
 
     weights = folder / "final" / "weights.safetensors"
     run(tmp_path, f"{FLAGS.replace('-model run', '-model other')} -eval -weights {weights}")
