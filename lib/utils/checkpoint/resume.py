@@ -49,7 +49,9 @@ def read_start(args: "Args", world: World) -> dict:
     path = run_folder.path_of(args) / "start.json"
 
     def read() -> dict:
-        found = {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path)
+        found = run_folder.read_json(path)
+        if run_folder.is_reset_due(args, world):
+            return {}
         if not isinstance(found.get("resume"), str | None) or (path.exists() and not found):
             raise UsageError(f"{path} holds not what the run's first start settled: -reset starts from scratch")
         return found
