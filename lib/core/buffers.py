@@ -24,9 +24,7 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
     if plan.least > 1:
         return
     cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
-    advice = (
-        "take -micro_batch 2 or more" if plan.micro == 1 else "-drop_last or another -batch_size makes larger ones"
-    )
+    advice = "-drop_last, another -batch_size, or a -micro_batch of 2 or more makes larger ones"
     skipped = nn.SyncBatchNorm if distributed.current_world().size > 1 else ()
 
     def check(module: nn.Module, inputs: tuple) -> None:

@@ -74,7 +74,8 @@ def read_manifest(folder: Path) -> dict:
         config, states = manifest["config"], manifest["states"]
         if config["engine"] not in ("exact", "stock"):
             raise ValueError("no such engine")
-        for content in [*states["optim"], *(one for name, one in states.items() if name not in ("optim", "frozen"))]:
+        memory, groups = states["optim"]
+        for content in [memory, groups, *(one for one in states.values() if isinstance(one, dict))]:
             decode(content, manifest["tensors"])
         Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         shards.make_empty(manifest["tensors"], "meta")

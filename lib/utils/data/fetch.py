@@ -41,9 +41,7 @@ class Fetcher:
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
             )
             with stop_signals_blocked():
-                iter(
-                    self.loader
-                )  # starts them before this process reads: a file that it has open would be theirs, too
+                iter(self.loader)  # before this process reads: a file that it has open would be theirs, too
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""

@@ -37,13 +37,6 @@ def test_sweep_removes_files_left_by_crashes_and_nothing_else(tmp_path):
     assert set(disk.read_tree(tmp_path)) == {"step_2", "partial", *others}
 
 
-def test_publish_does_not_overwrite_a_folder(tmp_path):
-    (tmp_path / "step_1" / "x").mkdir(parents=True)
-    (tmp_path / "step_1.partial").mkdir()
-    with pytest.raises(OSError, match="not empty"):
-        atomic.publish(tmp_path / "step_1.partial", tmp_path / "step_1")
-
-
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
 def test_a_folder_without_fsync_support_is_no_error_and_a_broken_disk_is(code, tmp_path, monkeypatch):
     def fail(fd):

@@ -181,11 +181,6 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text(errors="replace") for path in kept}
 
 
-def test_a_lock_that_is_gone_without_another_one_does_not_end_a_run(tmp_path, monkeypatch):
-    boundary.after_step(monkeypatch, 5, lambda folder: (folder / ".lock").unlink())
-    assert outcome(run(tmp_path, f"{SMALL} -cpu 1"))["state"] == "finished"
-
-
 # Weights
 
 
@@ -252,6 +247,13 @@ FORGED = {
         "state": ([], None, "x", ...),
         "state/scaler": (["x"],),
         "state/other": (1,),
+        "state/step": (-1, "x", 2.5, 1 << 60),
+        "state/evaluated": ("x",),
+        "state/best": ("x", {"metric": "loss"}),
+        "state/unlogged": ({"loss": ["x"]}, {"loss": 1.0}, 3),
+        "states": (None, [], ...),
+        "states/optim": (3, {}, [{"a": 1, "b": 2}, {}], [{"tensor": "nope"}, {"list": []}]),
+        "config/engine": ("buffers", None),
         "config": ([], None, ...),
         "config/batch_size": (...,),
         "tensors": ([], 3, ...),
@@ -280,6 +282,24 @@ def test_a_forged_manifest_is_passed_over(copy):
     for body in (b"[", b'{"a": ' * 5000, b"nothing"):
         manifest.write_bytes(body + state.CHECKSUM_LINE % shards.zlib.crc32(body))
         assert saves.found(copy).folder.name == before, body[:10]
+
+
+@pytest.mark.parametrize("odd", ["[]", '{"resume": 3}', "{"])
+def test_a_run_that_was_killed_before_its_first_save_goes_on_with_what_it_settled_or_not_at_all(odd, copy, refused):
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "start.json").write_text(odd)
+    line = refused(f"{SMALL} -cpu 1", out=copy.parent)
+    assert "start.json holds not what the run's first start settled" in line
+    run(copy.parent, f"{SMALL} -cpu 1 -reset -epochs 1")
+
+
+def test_pipes_in_place_of_what_a_start_and_a_save_remove_are_removed(copy):
+    os.mkfifo(copy / "checkpoints" / "x.partial")
+    os.mkfifo(copy / "best" / "w.partial")
+    os.mkfifo(copy / "checkpoints" / "000000_step_0")
+    folder = run(copy.parent, f"{SMALL} -cpu 1 -epochs 4 -allow_change epochs")
+    assert outcome(folder)["epoch"] == 4
+    assert not [path for path in folder.rglob("*") if not (path.is_file() or path.is_dir())]
 
 
 # What is shown

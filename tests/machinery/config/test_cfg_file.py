@@ -85,13 +85,6 @@ def test_a_wrong_file_is_refused_with_the_reason(text, message, tmp_path):
     assert message in refusal(["-cfg", cfg_file(tmp_path, text)])
 
 
-def test_a_yaml_tag_executes_nothing(tmp_path):
-    mark = tmp_path / "made"
-    text = f"model: !!python/object/apply:os.system ['touch {mark}']\n"
-    assert "is not a name" in refusal(["-cfg", cfg_file(tmp_path, text)])
-    assert parsed(["-cfg", cfg_file(tmp_path, "epochs: !!int 3")]).epochs == 3 and not mark.exists()
-
-
 @RELAXED
 @given(
     st.binary(max_size=60)

@@ -1,5 +1,7 @@
 """A run knows its data, and what its first start settled, also if it is killed before its first save."""
 
+import dataclasses
+import datetime
 import json
 import random
 
@@ -47,6 +49,13 @@ class Items(Dataset):
         return self.items[index]() if callable(self.items[index]) else self.items[index]
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    """A sample without attributes in a dict."""
+
+    value: torch.Tensor
+
+
 class Graph:
     """A sample of a library of its own, with a way back to itself."""
 
@@ -65,6 +74,8 @@ KINDS = {
     "sparse": lambda number: (torch.full((2, 2), number + 1).to_sparse(), number),
     "objects of a library": Graph,
     "sets": lambda number: {f"{number}", "b"},
+    "slots": lambda number: Slots(torch.tensor(number)),
+    "times": lambda number: (datetime.datetime(2026, 1, 1 + number), number),
 }
 
 
@@ -127,13 +138,15 @@ def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_
 
 def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):
     def at(folder):
-        return Items([{"file": str(folder / f"{number}.png"), "path": folder / "x"} for number in range(3)])
+        paths = [{"file": str(folder / f"{number}.png"), "path": folder / "x"} for number in range(3)]
+        return Items([{**one, "text": "the data is good data", "number": 0.25} for one in paths])
 
     (tmp_path / "link").symlink_to(tmp_path / "b")
     (tmp_path / "b").mkdir()
     one = describe(at(tmp_path / "a"), f"-data {tmp_path / 'a'}")
     for place, given in (("b", "b"), ("b", "link"), ("link", "link")):
-        assert one == describe(at(tmp_path / place), f"-data {tmp_path / given}")
+        for end in ("", "/"):
+            assert one == describe(at(tmp_path / place), f"-data {tmp_path / given}{end}")
 
 
 # Runs
@@ -159,6 +172,7 @@ def named(*classes):
 CHANGES = {
     "labels": (few, other_labels, "train digest was "),
     "val": (few, other_val, "val samples was 13 and is 50"),
+    "no val": (few, lambda args: {"train": few(args)["train"]}, "val digest was "),
     "classes": (named("a", "b"), named("b", "a"), "classes was ['a', 'b'] and is ['b', 'a']"),
 }
 

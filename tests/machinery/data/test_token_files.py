@@ -71,6 +71,15 @@ def test_files_with_a_header_are_refused(folder):
     assert "begins with the header" in refusal(folder)
 
 
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_another_token_at_the_begin_in_the_middle_or_at_the_end_is_other_data(folder, place):
+    before = splits_of(folder, "-num_classes", "50")["train"].fingerprint
+    tokens = np.fromfile(folder / "train.bin", np.uint16)
+    tokens[place] += 1
+    tokens.tofile(folder / "train.bin")
+    assert splits_of(folder, "-num_classes", "60")["train"].fingerprint != before
+
+
 FOREIGN = ["{", "[1]", "\0", "[" * 100_000, '{"vocab_size": 65}', '{"vocabulary": "65", "type": "uint16"}']
 FOREIGN += [
     json.dumps({"vocabulary": 60} | odd)

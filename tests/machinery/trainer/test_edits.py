@@ -420,6 +420,74 @@ def test_an_optimizer_that_wraps_another_is_named(tmp_path):
     assert changes(text) == ["optim.calls", "optim.inner", "optim.slow"]
 
 
+class OwnMean(trainer.Trainer):
+    """Has a state: a mean of the losses that this rank sees."""
+
+    mean = 1.0
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        return loss / self.mean
+
+
+class Calibrates(trainer.Trainer):
+    """Changes the model by this rank's part of the validation set before the final weights are written."""
+
+    def finish(self, figures):
+        batches = [batch for one, batch in self.loaders["val"].epoch(0) if one.count]
+        with torch.no_grad():
+            self.model[5].bias += batches[0][0].mean()
+        return super().finish(figures)
+
+
+@pytest.mark.parametrize(("edit", "name"), [(OwnMean, "self"), (Calibrates, "model.5.bias")])
+def test_what_differs_between_the_ranks_is_an_error(edit, name, tmp_path, capfd):
+    with plugins(trainer={"edit": edit}):
+        run(tmp_path, f"{FLAGS} -trainer edit -cpu 2", wanted=1)
+    assert f"the copies of {name} differ" in capfd.readouterr().err
+
+
+class Restarts(trainer.Trainer):
+    """Draws the head anew after an epoch without a validation, has a module in DDP, and halves the peak rate."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        side = nn.Linear(4, 4)
+        self.sides = nn.ModuleDict(
+            {"one": nn.parallel.DistributedDataParallel(side) if self.world.size > 1 else side}
+        )
+        self.side_optimizer = torch.optim.SGD(side.parameters(), lr=0.1)
+
+    def training_step(self, batch):
+        return self.loss(self.sides["one"](self.model(batch[0])), batch[1])
+
+    def on_epoch_end(self):
+        if self.state.epoch == 1:
+            self.model[5].reset_parameters()
+
+
+class HalvesPeak(trainer.Trainer):
+    def on_evaluation(self, split, figures):
+        self.schedule["start"] *= 0.5
+
+
+def test_what_an_epochs_end_draws_and_an_inner_ddp_have_the_same_bits_and_a_changed_schedule_is_named(tmp_path):
+    flags = f"{FLAGS} -eval_every 3epochs -trainer restarts"
+    with plugins(trainer={"restarts": Restarts, "halves": HalvesPeak}):
+        one, three = (weights(run(tmp_path, f"{flags} -cpu {cpu} -model of{cpu}")) for cpu in (1, 3))
+        run(tmp_path, f"{flags} -cpu 1 -model moved -limit_steps 4", wanted=75)
+        moved = weights(run(tmp_path, f"{flags} -cpu 1 -model moved"))
+        halves = log_of(run(tmp_path, f"{FLAGS} -trainer halves -cpu 1 -model halves"))
+    assert same_tensors(one, moved) and same_tensors(one, three) and changes(halves) == ["trainer.schedule"]
+
+
 class TwoOfOne(trainer.Trainer):
     """Has two optimizers of the same parameters, and says nothing of when each takes a step."""
 
