@@ -294,9 +294,8 @@ def test_a_run_that_was_killed_before_its_first_save_goes_on_with_what_it_settle
 
 
 def test_pipes_in_place_of_what_a_start_and_a_save_remove_are_removed(copy):
-    os.mkfifo(copy / "checkpoints" / "x.partial")
-    os.mkfifo(copy / "best" / "w.partial")
-    os.mkfifo(copy / "checkpoints" / "000000_step_0")
+    for name in ("checkpoints/x.partial", "best/w.partial", "checkpoints/000000_step_0"):
+        os.mkfifo(copy / name)
     folder = run(copy.parent, f"{SMALL} -cpu 1 -epochs 4 -allow_change epochs")
     assert outcome(folder)["epoch"] == 4
     assert not [path for path in folder.rglob("*") if not (path.is_file() or path.is_dir())]

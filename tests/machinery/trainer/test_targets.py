@@ -130,7 +130,7 @@ class Norms(nn.Sequential):
 ALONE = {  # samples and flags: what is said
     "the last sample": (33, "", r"33 training samples, -batch_size 16 -micro_batch 16: .*-drop_last"),
     "three by two": (19, "-micro_batch 2", r"-batch_size 16 -micro_batch 2: .*-drop_last"),
-    "micro-batches of one": (32, "-micro_batch 1", r"-batch_size 16 -micro_batch 1: .*-micro_batch 2 or more"),
+    "micro-batches of one": (32, "-micro_batch 1", r"-batch_size 16 -micro_batch 1: .*-micro_batch of 2 or more"),
     "two processes": (33, "-cpu 2", r"33 training samples.*-drop_last"),
 }
 
