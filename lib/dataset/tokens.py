@@ -20,15 +20,8 @@ from lib.utils.files import is_debris, read_bytes
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a file that are looked at before training; each batch is checked, too
-HEADERS = (
-    b"\x93NUMPY",
-    b"PK\x03\x04",
-    b"\x1f\x8b",
-    b"\x28\xb5\x2f\xfd",
-    b"\x80\x04",
-    b"\x88\xd8\x34\x01",
-    b"\xa1\xd9\x34\x01",
-)  # .npy, zip, gzip, zstd, pickle, llm.c
+HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd")  # .npy, zip, gzip, zstd
+HEADERS += (b"\x80\x04\x95", b"\x88\xd8\x34\x01", b"\xa1\xd9\x34\x01")  # pickle, llm.c
 CHUNK = 1 << 16  # tokens of a fingerprint, at the begin, in the middle and at the end
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
