@@ -13,6 +13,7 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.errors import printable
 from scripts import reading
 
+LARGEST = 1e100  # value on an axis
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
 MOST = 24  # panels
 KINDS = (".png", ".svg", ".pdf")
@@ -38,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         print(printable("".join(f"plot.py: {fault}\n" for fault in faults)), end="", file=sys.stderr)
         figure = draw(lines)
         figure.savefig(args.o, dpi=120)
+    except OSError as error:
+        parser.exit(2, f"plot.py: {printable(str(error))}\n")
     except ModuleNotFoundError as error:
         parser.exit(2, f"plot.py: needs {error.name}: uv pip install -r pyproject.toml --group plot\n")
     print(f"{printable(str(args.o))}: {len(lines)} run{'s' if len(lines) > 1 else ''}")
@@ -57,7 +60,7 @@ def draw(runs: dict[Path, list[dict]]):
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, (title, curves) in zip(axes.flat, panels.items()):
-        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_title(title, loc="left", fontsize=11, parse_math=False)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
         for (run, lines), colour in zip(runs.items(), COLOURS * len(runs)):
@@ -100,8 +103,8 @@ def names_without_panel(runs: dict) -> list[str]:
 
 
 def points(lines: list[dict], name: str) -> tuple[list, list]:
-    """Return the steps and values of a metric."""
-    found = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    """Return the steps and values of a metric, without what no axis can show."""
+    found = [(line["step"], line[name]) for line in lines if line.get(name) is not None and abs(line[name]) < LARGEST]
     return [step for step, _ in found], [value for _, value in found]
 
 

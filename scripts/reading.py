@@ -1,5 +1,6 @@
 """Reads a run's folder from outside, without torch, so that it answers at once."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -124,4 +125,8 @@ def requeued(folder: Path) -> str:
 def sign_of_life(folder: Path) -> float:
     """The time of the run's last write, in seconds since 1970."""
     written = [folder / name for name in ("outcome.json", "metrics.jsonl", "logs/rank_0.log", ".lock")]
-    return max((file.stat().st_mtime for file in written if file.exists()), default=0.0)
+    times = []
+    for file in written:
+        with contextlib.suppress(OSError):  # it is not there, or this user may not see it
+            times.append(file.stat().st_mtime)
+    return max(times, default=0.0)
