@@ -118,6 +118,7 @@ def find_faults(splits: dict[str, MapDataset], world: World) -> Faults:
                     name = name_of(split, part, index)
                     faults[name] = (number, text if name in text else f"{name}: {text}")
         finally:
+            answers._shutdown_workers()
             for worker in answers._workers:
                 worker.kill()  # one that did not end by itself: SIGTERM is blocked in it
     return faults

@@ -61,8 +61,9 @@ def found(folder: Path) -> resume.Past | None:
 
 def facts(step: int) -> dict:
     """The facts for the manifest of a small state."""
-    config = {"samples": 1000, "batch_size": 1, "micro_batch": 1, "drop_last": False}
-    return {"state": dataclasses.asdict(State(step=step)), "config": config}
+    config = {"samples": 1000, "batch_size": 1, "micro_batch": 1, "drop_last": False, "engine": "exact"}
+    states = {"optim": [{"dict": []}, {"list": []}], "frozen": []}
+    return {"state": dataclasses.asdict(State(step=step)), "config": config, "states": states}
 
 
 def at_step(folder: Path, step: int) -> str:

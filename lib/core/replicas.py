@@ -63,7 +63,8 @@ class Checks:
         yield
         if watched and (changed := [name for name, one in self.digests().items() if one != before.get(name)]):
             fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), and so once a micro-batch"
-            log.warning("%s: other processes do that another number of times; do it in optimizer_step", fault)
+            advice = "on other numbers of processes another number of times, and buffers become rank 0's"
+            log.warning("%s, %s; optimizer_step is called once a step", fault, advice)
 
     def digests(self) -> dict[str, int]:
         """Return a digest of each parameter and buffer, or this rank's part of it, but running statistics."""
@@ -134,8 +135,6 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
-    for name, parameter in parts.parameters().items():
-        named |= {f"{name}.{key}": value for key, value in vars(parameter).items()}
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
@@ -171,18 +170,17 @@ class Mark(pickle.Pickler):
         """Return what stands for an object: of a tensor its digest, unless it is the model's or has a gradient."""
         if id(value) in self.skipped:
             return ""
-        if isinstance(value, Tensor) and value.nbytes > MOST_BYTES:
-            return value.data_ptr(), value._version
+        if isinstance(value, Tensor):
+            is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided
+            if is_other or value.untyped_storage().data_ptr() in self.storages:
+                return ""
         self.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else sys.getsizeof(value)
         if self.left < 0:
             raise OverflowError("too large")
         if isinstance(value, FunctionType):  # with what it keeps
             kept = [cell.cell_contents for cell in value.__closure__ or ()]
             return value.__qualname__, value.__code__.co_firstlineno, kept
-        if not isinstance(value, Tensor):
-            return None
-        is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided
-        return "" if is_other or value.untyped_storage().data_ptr() in self.storages else str(digest(value))
+        return str(digest(value)) if isinstance(value, Tensor) else None
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

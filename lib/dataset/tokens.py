@@ -22,7 +22,6 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # o
 CHECKED = 1 << 22  # tokens of a file that are looked at before training; each batch is checked, too
 HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd")  # .npy, zip, gzip, zstd
 HEADERS += (b"\x80\x04\x95", b"\x88\xd8\x34\x01", b"\xa1\xd9\x34\x01")  # pickle, llm.c
-CHUNK = 1 << 16  # tokens of a fingerprint, at the begin, in the middle and at the end
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
 
@@ -89,7 +88,7 @@ class Windows(Dataset):
             raise UsageError(f"-tokens_length {self.length}: a split of {len(tokens):,} tokens has no such sample")
         self.fills = (len(tokens) - 1) // self.length  # how many samples stand in a row
         self.samples = min(samples or self.fills, self.fills)
-        parts = [tokens[place:][:CHUNK] for place in (0, len(tokens) // 2, max(0, len(tokens) - CHUNK))]
+        parts = [tokens[place:][:CHECKED] for place in (0, len(tokens) // 2, max(0, len(tokens) - CHECKED))]
         self.fingerprint = " ".join(str(zlib.crc32(part.tobytes())) for part in parts)
         if self.vocabulary == 256:
             self.classes = [ascii(chr(byte))[1:-1] for byte in range(256)]

@@ -46,7 +46,8 @@ def export(args: Args) -> dict[str, str]:
         wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's manual, "Results Reproducibility"
     if cache_dir:
         wanted |= {name: str(Path(cache_dir, part).absolute()) for name, part in CACHES.items()}
-    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    asked = ("XDG_CACHE_HOME",) if args.cache_dir else ()  # which many set for all programs
+    new = {name: value for name, value in wanted.items() if name not in os.environ or name in asked}
     os.environ.update(new)
     return new
 

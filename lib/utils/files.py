@@ -14,8 +14,7 @@ PAUSES_S = (0.5, 1.5, 3.0)  # between attempts to read from a disk that fails
 DEBRIS = {  # of systems, disk stations and archives, in lower case; names that begin with a dot are left out anyway
     *("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
     *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource", "@synoeastream"),
-    *("recycler", "found.000", "network trash folder", "temporary items", "icon\r"),
-    *("recycled", "_vti_cnf", "@recently-snapshot", "found.001"),
+    *("recycler", "recycled", "found.000", "network trash folder", "temporary items", "icon\r", "@recently-snapshot"),
 }
 
 

@@ -52,9 +52,10 @@ def read_start(args: "Args", world: World) -> dict:
         found = run_folder.read_json(path)
         if run_folder.is_reset_due(args, world):
             return {}
-        if not isinstance(found.get("resume"), str | None) or (path.exists() and not found):
-            raise UsageError(f"{path} holds not what the run's first start settled: -reset starts from scratch")
-        return found
+        is_odd = not isinstance(found.get("resume"), str | None) or (path.exists() and not found)
+        if is_odd and not run_folder.list_checkpoints(path.parent / "checkpoints"):
+            raise UsageError(f"{path} does not hold what the run's first start settled: -reset starts from scratch")
+        return {} if is_odd else found
 
     return next(filter(None, world.on_writers(read)), {})
 
@@ -215,7 +216,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     facts = {*plan.data, *(name for name in before if name.endswith(" digest"))}  # those of a split that is gone, too
     if allowed & {"data", "samples"}:
         allowed |= facts
-    if refused := {*texts} & {*before} & {*now, *facts} - allowed:
+    if refused := ({*texts} & {*before} & {*now, *facts}) - allowed:
         flags = sorted({"data" if name in facts else name for name in refused})
         allow = " ".join(f"-allow_change {name}" for name in flags)
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch

@@ -1,8 +1,8 @@
 """What a checkpoint holds: its manifest, how far a run is, its tensors, and what else the parts of a trainer keep."""
 
+import itertools
 import json
 import logging
-import math
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -72,11 +72,10 @@ def read_manifest(folder: Path) -> dict:
             raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
         _check_state(State(**manifest["state"]))
         config, states = manifest["config"], manifest["states"]
-        if config["engine"] not in ("exact", "stock"):
-            raise ValueError("no such engine")
-        memory, groups = states["optim"]
-        for content in [memory, groups, *(one for one in states.values() if isinstance(one, dict))]:
-            decode(content, manifest["tensors"])
+        if not config["engine"].isidentifier() or not states.keys() >= {"optim", "frozen"}:
+            raise ValueError("no such engine, or no states")
+        for content in states.values():
+            decode({"list": content} if isinstance(content, list) else content, manifest["tensors"])
         Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         shards.make_empty(manifest["tensors"], "meta")
         if not manifest["shards"] or not all(map(shards.FILE_NAME.fullmatch, manifest["shards"])):
@@ -91,11 +90,11 @@ def _check_state(state: State) -> None:
     numbers = [state.epoch, state.step, state.evaluations, state.validated, state.samples, state.bad_steps]
     if not all(type(one) is int and 0 <= one < 1 << 53 for one in [*numbers, state.bad_row, int(state.evaluated)]):
         raise ValueError("a number of steps is none")
-    for terms in [state.sums.values(), *state.unlogged.values()]:
-        math.fsum(terms)
+    numbers = [*state.sums.values(), *itertools.chain(*state.unlogged.values())]
     if state.best is not None:
-        math.fsum(state.best[name] for name in ("value", "score", "epoch", "step", "evaluation"))
-        state.best["metric"].partition("/")
+        numbers += [state.best[name] for name in ("value", "score", "epoch", "step", "evaluation")]
+    if not all(isinstance(one, int | float) for one in numbers):
+        raise TypeError("a figure is no number")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Fetcher:
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
             )
             with stop_signals_blocked():
-                iter(self.loader)  # before this process reads: a file that it has open would be theirs, too
+                iter(self.loader)  # before this process reads: forked ones would share a file that it has open
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""

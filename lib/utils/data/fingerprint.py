@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
     classes = option(splits["train"], "classes")  # a number in other people's datasets
-    facts: dict[str, Any] = {"classes": [*map(str, classes)] if hasattr(classes, "__iter__") else []}
+    facts: dict[str, Any] = {"classes": [*map(str, classes)] if isinstance(classes, Sequence | Mapping) else []}
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
@@ -70,7 +70,9 @@ def _digest(value: Any, data: str, depth: int = 9) -> str:
         about = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
         content = *map(str, about), value.tobytes()
     elif isinstance(value, str | int | float | complex | bytes | os.PathLike | None):
-        content = str(value).removeprefix(f"{os.path.realpath(data)}/").removeprefix(f"{data.rstrip('/')}/")
+        content = str(value)
+        for folder in (os.path.realpath(data), os.path.normpath(data), data.rstrip("/")):
+            content = content.removeprefix(f"{folder}/")
     elif isinstance(value, set | frozenset):
         content = sorted(_digest(one, data, depth - 1) for one in value)
     else:
