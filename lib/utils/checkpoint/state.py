@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> dict:
         if not config["engine"].isidentifier() or not states.keys() >= {"optim", "frozen"}:
             raise ValueError("no such engine, or no states")
         for content in states.values():
-            decode({"list": content} if isinstance(content, list) else content, manifest["tensors"])
+            decode(content if isinstance(content, dict) else {"list": [*content]}, manifest["tensors"])
         Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         shards.make_empty(manifest["tensors"], "meta")
         if not manifest["shards"] or not all(map(shards.FILE_NAME.fullmatch, manifest["shards"])):

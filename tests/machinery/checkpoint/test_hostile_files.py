@@ -289,7 +289,7 @@ def test_a_run_that_was_killed_before_its_first_save_goes_on_with_what_it_settle
     shutil.rmtree(copy / "checkpoints")
     (copy / "start.json").write_text(odd)
     line = refused(f"{SMALL} -cpu 1", out=copy.parent)
-    assert "start.json holds not what the run's first start settled" in line
+    assert "start.json does not hold what the run's first start settled" in line
     run(copy.parent, f"{SMALL} -cpu 1 -reset -epochs 1")
 
 

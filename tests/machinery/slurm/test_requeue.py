@@ -189,13 +189,13 @@ def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatc
     assert distributed.pick_device(parsed("-cpu 1"), 0).type == "cpu"
 
 
-def test_one_task_starts_its_own_processes(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert not launch.is_launched(), "a variable that was left over"
-    monkeypatch.setenv("SLURM_PROCID", "0")
+def test_one_task_starts_its_own_processes(task, monkeypatch):
     assert launch.is_launched()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert not launch.is_launched()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.delenv("SLURM_LOCALID")
+    assert not launch.is_launched(), "variables that were left over"
 
 
 @pytest.fixture
