@@ -253,7 +253,7 @@ FORGED = {
         "state/unlogged": ({"loss": ["x"]}, {"loss": 1.0}, 3),
         "states": (None, [], ...),
         "states/optim": (3, {}, [{"a": 1, "b": 2}, {}], [{"tensor": "nope"}, {"list": []}]),
-        "config/engine": ("buffers", None),
+        "config/engine": ("../x", None),
         "config": ([], None, ...),
         "config/batch_size": (...,),
         "tensors": ([], 3, ...),
