@@ -61,10 +61,11 @@ class Checks:
         watched = self.steps == 1 and micro_batch.first and micro_batch.step_parts > 1
         before = self.digests() if watched else {}
         yield
-        if watched and (changed := [name for name, one in self.digests().items() if one != before.get(name)]):
-            fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), and so once a micro-batch"
-            advice = "on other numbers of processes another number of times, and buffers become rank 0's"
-            log.warning("%s, %s; optimizer_step is called once a step", fault, advice)
+        after = self.digests() if watched else {}
+        changed = [name for name in after if after[name] != before.get(name)]
+        if changed:
+            fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), once a micro-batch"
+            log.warning("%s: other processes do so another number of times; optimizer_step does once", fault)
 
     def digests(self) -> dict[str, int]:
         """Return a digest of each parameter and buffer, or this rank's part of it, but running statistics."""

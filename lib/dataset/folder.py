@@ -128,5 +128,4 @@ def _images(args, part: str, names: list[str], others: Counter) -> Images:
 
 def _appearance(name: str) -> str:
     """Return a name without what few see: its Unicode form, characters of no width, and spaces around it."""
-    shown = (one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf")
-    return "".join(shown).strip()
+    return "".join(one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf").strip()

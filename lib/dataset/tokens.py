@@ -52,8 +52,7 @@ def get_dataset(args) -> dict[str, Dataset]:
     if files := find_files(args.data):
         meta = read_meta(args.data) or {}
         if args.num_classes is None:
-            fault = f"{args.data}/meta.json has no vocabulary, or is not as scripts/make_tokens.py writes it"
-            raise UsageError(f"{fault}: give the number of tokens by -num_classes")
+            raise UsageError(f"{args.data}/meta.json has no vocabulary, or is odd: give -num_classes, of all tokens")
         parts = {file.stem: open_tokens(file, args.num_classes, meta) for file in files}
     else:
         text = read_text(args.data)

@@ -88,7 +88,7 @@ FOREIGN += [
 
 
 def test_beside_a_foreign_meta_json_the_vocabulary_must_be_given(folder):
-    wanted = "meta.json has no vocabulary, or is not as scripts/make_tokens.py writes it: give the number of"
+    wanted = "meta.json has no vocabulary, or is odd: give -num_classes"
     for meta in FOREIGN:
         (folder / "meta.json").write_text(meta)
         assert wanted in refusal(folder), meta[:50]

@@ -455,7 +455,7 @@ def test_what_differs_between_the_ranks_is_an_error(edit, name, tmp_path, capfd)
 
 
 class Restarts(trainer.Trainer):
-    """Draws the head anew after an epoch without a validation, has a module in DDP, and halves the peak rate."""
+    """Draws a new head after an epoch without a validation, has a module in DDP, and halves the peak rate."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
