@@ -1,7 +1,9 @@
 """Reads and collates the samples of micro-batches, here or in worker processes of torch's DataLoader."""
 
 import contextlib
+import functools
 import multiprocessing
+import os
 import reprlib
 import shutil
 import signal
@@ -18,7 +20,7 @@ from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.options import MapDataset, has_whole_batches, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
-from lib.utils.errors import STOP_SIGNALS, UsageError, no_exit
+from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
 WORKERS = 8  # loader processes at most, without -workers
@@ -39,6 +41,7 @@ class Fetcher:
                 persistent_workers=True,
                 generator=torch.Generator(),  # else iter() draws from torch's global one
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
+                worker_init_fn=functools.partial(end_without_parent, os.getpid()),
             )
             with stop_signals_blocked():
                 iter(self.loader)  # before this process reads: forked ones would share a file that it has open
@@ -109,6 +112,12 @@ class Fetch(Dataset):
             items.append(self.dataset[index])
         self.current = indices
         return items
+
+
+def end_without_parent(parent: int, number: int) -> None:
+    """End a worker process whose parent was killed while it started: torch (2.15) would let it wait for ever."""
+    if os.getppid() != parent:
+        os._exit(FAILED)
 
 
 def describe(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 import collections
 import contextlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,21 @@ def test_a_part_of_a_dataset_has_the_attributes_of_the_whole():
     part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
     assert options.has_whole_batches(part) and options.option(part, "on_device") is len
     assert not options.has_whole_batches(Subset(Ragged(), [0])) and not options.option([1], "classes", False)
+
+
+KILLED_AS_ITS_WORKER_STARTS = """
+import os, torch
+from lib.utils.data import fetch
+parent = os.getpid()
+def kill_parent(count):  # in place of what torch calls first in a worker
+    os.kill(parent, 9)
+    while os.getppid() == parent:
+        pass
+torch.set_num_threads = kill_parent
+fetch.Fetcher(torch.zeros(2), 0, workers=1, pin=False)
+"""
+
+
+def test_a_worker_whose_parent_is_killed_while_it_starts_ends():
+    command = [sys.executable, "-c", KILLED_AS_ITS_WORKER_STARTS]  # its pipes stay open as long as the worker lives
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == -9
