@@ -62,7 +62,8 @@ def found(folder: Path) -> resume.Past | None:
 def facts(step: int) -> dict:
     """The facts for the manifest of a small state."""
     config = {"samples": 1000, "batch_size": 1, "micro_batch": 1, "drop_last": False, "engine": "exact"}
-    states = {"optim": [{"dict": []}, {"list": []}], "frozen": []}
+    of_weight = {"dict": [["exp_avg", {"tensor": "optim.weight.exp_avg"}]]}
+    states = {"optim": [{"dict": [["weight", of_weight]]}, {"list": []}], "frozen": []}
     return {"state": dataclasses.asdict(State(step=step)), "config": config, "states": states}
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,7 @@ def run_program(main: Callable[[], int]) -> None:
     At its end the process does not free torch's modules, which takes half a second.
     """
     gc.disable()
+    sys.excepthook = lambda *error: sys.stderr.write(printable("".join(traceback.format_exception(*error))))
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by 2>&-: another file would get its number
             setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lib.utils import distributed, files
@@ -143,7 +144,9 @@ def _fault_of(folder: Path, world: World, there: bool) -> str:
         manifest = state.read_manifest(folder)
         for file in world.share(sorted(manifest["shards"])):
             shards.verify(folder / file, manifest["shards"][file])
-    except shards.Damaged as error:
+        if world.is_writer:  # are they what the manifest says?
+            shards.read(folder, [*manifest["shards"]], shards.make_empty(manifest["tensors"], "meta"))
+    except (shards.Damaged, SafetensorError, ValueError) as error:  # the latter where another rank's file is damaged
         return str(error)
     except OSError as error:
         if error.errno not in MISSING:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lib.utils import files
 from lib.utils.checkpoint import atomic
-from lib.utils.errors import UsageError, no_exit
+from lib.utils.errors import UsageError, no_exit, printable
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -153,7 +153,7 @@ class RunFolder:
         while not (file := self._take()):
             if not used:
                 owner = ", ".join(f"{key} {value}" for key, value in read_json(self.path / ".lock").items() if value)
-                used = f"{self.path} is in use by {owner or 'another process'}"
+                used = f"{self.path} is in use by {printable(owner) or 'another process'}"
                 log.warning("%s: waiting up to %.0f s until it is gone", used, until - time.monotonic())
             if time.monotonic() > until:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")

@@ -6,6 +6,7 @@ the header, the bytes. Read by the library. Written here, in one pass with its c
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -138,20 +139,27 @@ def make_empty(schema: dict[str, list], device: str = "cpu") -> dict[str, Tensor
 
 @torch.no_grad()
 def read(folder: Path, order: list[str], tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors, whole or sharded, in place, from the files of a checkpoint, which were verified.
+    """Fill the tensors, whole or sharded, in place, from the files of a checkpoint; for those on "meta" only look.
 
-    Opens files in the order given, and no more than needed. Raises Damaged if all of them lack a part of a tensor.
+    Opens files in the order given, and no more than needed. Raises Damaged if a tensor in them is another one, or if
+    all of them lack a part of it.
     """
     targets = {name: _local_and_offset(tensor) for name, tensor in tensors.items()}
     missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
     for file in order:
         if not missing:
             return
+        files.open_regular(folder / file, "rb").close()  # no pipe, which the library would wait for
         with safe_open(folder / file, framework="pt") as blocks:
             starts = json.loads((blocks.metadata() or {}).get("starts", "{}"))
             for name in missing.keys() & blocks.keys():
-                target, origin = targets[name]
-                missing[name] -= _fill(target, origin, blocks.get_slice(name), starts.get(name, [0] * target.ndim))
+                block, tensor = blocks.get_slice(name), tensors[name]
+                shape, start = block.get_shape(), starts.get(name, [0] * tensor.ndim)
+                filled = _fill(*targets[name], block, start) if len(shape) == tensor.ndim else 0
+                is_part = is_sharded(tensor) or filled == math.prod(shape)
+                if not is_part or block.get_dtype() != DTYPES[tensor.dtype]:
+                    raise Damaged(f"{folder / file}: {name} is of another type or shape than in the manifest")
+                missing[name] -= filled
         missing = {name: count for name, count in missing.items() if count}
     if missing:
         raise Damaged(f"{folder}: its files lack a part of {', '.join(sorted(missing)[:4])}")
@@ -163,9 +171,10 @@ def _fill(target: Tensor, origin: Sequence[int], block: Any, start: Sequence[int
     high = [min(a + n, b + m) for a, n, b, m in zip(origin, target.shape, start, block.get_shape())]
     if any(a >= b for a, b in zip(low, high)):
         return 0
-    source = block[tuple(slice(a - b, c - b) for a, b, c in zip(low, start, high))]
-    target[tuple(slice(a - b, c - b) for a, b, c in zip(low, origin, high))].copy_(source)
-    return source.numel()
+    place = target[tuple(slice(a - b, c - b) for a, b, c in zip(low, origin, high))]
+    if not place.is_meta:
+        place.copy_(block[tuple(slice(a - b, c - b) for a, b, c in zip(low, start, high))])
+    return place.numel()
 
 
 @torch.no_grad()

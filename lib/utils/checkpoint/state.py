@@ -70,31 +70,49 @@ def read_manifest(folder: Path) -> dict:
         if manifest.get("format") != FORMAT:
             other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
             raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
-        _check_state(State(**manifest["state"]))
-        config, states = manifest["config"], manifest["states"]
-        if not config["engine"].isidentifier() or not states.keys() >= {"optim", "frozen"}:
-            raise ValueError("no such engine, or no states")
-        for content in states.values():
-            decode(content if isinstance(content, dict) else {"list": [*content]}, manifest["tensors"])
-        Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
-        shards.make_empty(manifest["tensors"], "meta")
-        if not manifest["shards"] or not all(map(shards.FILE_NAME.fullmatch, manifest["shards"])):
-            raise ValueError("the name of a file is none of a run's")
+        _check_state(manifest["state"])
+        _check_states(manifest["states"], shards.make_empty(manifest["tensors"], "meta"))
+        config, written = manifest["config"], manifest["shards"]
+        _ = Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"]).least
+        if not (config["engine"].isidentifier() and written and all(map(shards.FILE_NAME.fullmatch, written))):
+            raise ValueError("no such engine, or no such file")
+        if {type(about[key]) for about in written.values() for key in ("bytes", "crc32")} != {int}:
+            raise TypeError("the size or the checksum of a file is no number")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise shards.Damaged(f"{path}: no run writes what is in it ({error!r})") from error
     return manifest
 
 
-def _check_state(state: State) -> None:
-    """Raise TypeError, ValueError or LookupError for what no run writes."""
-    numbers = [state.epoch, state.step, state.evaluations, state.validated, state.samples, state.bad_steps]
-    if not all(type(one) is int and 0 <= one < 1 << 53 for one in [*numbers, state.bad_row, int(state.evaluated)]):
+def _check_state(state: dict) -> None:
+    """Raise an error for what is no `State` of a run."""
+    State(**state)
+    names = ("epoch", "step", "evaluations", "validated", "samples", "bad_steps", "bad_row")
+    if not all(type(state[name]) is int and 0 <= state[name] < 1 << 53 for name in names):
         raise ValueError("a number of steps is none")
-    numbers = [*state.sums.values(), *itertools.chain(*state.unlogged.values())]
-    if state.best is not None:
-        numbers += [state.best[name] for name in ("value", "score", "epoch", "step", "evaluation")]
-    if not all(isinstance(one, int | float) for one in numbers):
-        raise TypeError("a figure is no number")
+    figures = [*state["sums"].values(), *itertools.chain(*state["unlogged"].values())]
+    if best := state["best"]:
+        figures += [best[name] for name in ("value", "score", "epoch", "step", "evaluation")]
+    is_named = best is None or isinstance(best["metric"], str)
+    if not (is_named and type(state["evaluated"]) is bool and all(isinstance(one, int | float) for one in figures)):
+        raise TypeError("a name, a figure, or a yes or no is of another kind")
+
+
+def _check_states(states: dict, tensors: dict[str, Tensor]) -> None:
+    """Raise an error unless `Parts.states` can return these, with all of these tensors that are of no module."""
+    found: dict[str, Tensor] = {}
+    if not (isinstance(states["optim"], list) and all(isinstance(name, str) for name in states["frozen"])):
+        raise TypeError("no optimizer, or a frozen parameter without a name")
+    for part in states.keys() - {"frozen"}:
+        memory_and_groups = states[part] if isinstance(states[part], list) else [states[part], {"list": []}]
+        values = [decode(one, tensors) for one in memory_and_groups]
+        again = [encode(one, name, found) for one, name in zip(values, (part, f"{part}.groups"), strict=True)]
+        are_states = all(isinstance(one, dict) for one in memory_and_groups)
+        are_states &= json.dumps(again) == json.dumps(memory_and_groups)  # as text, NaN is like NaN
+        if not (are_states and all("params" in group for group in values[1])):
+            raise ValueError(f"no state of {part}")
+    prefixes = tuple(f"{part}." for part in states)
+    if found.keys() != {name for name in tensors if name.startswith(prefixes)}:
+        raise ValueError("a tensor is of no state")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import boundary
@@ -15,7 +17,7 @@ from saves import SMALL, log_of, names
 
 from lib import config
 from lib.utils import files
-from lib.utils.checkpoint import shards, state, weights
+from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.errors import UsageError, printable
 from lib.utils.monitoring import console
 from scripts import export, plot, reading, status
@@ -229,7 +231,7 @@ def change(path: str, value):
     """A change of a manifest: the entry a.b.c gets this value, or is removed for `...`."""
 
     def changed(manifest):
-        *places, last = path.split("/")
+        *places, last = (int(name) if name.isdigit() else name for name in path.split("/"))
         place = manifest
         for name in places:
             place = place[name]
@@ -249,16 +251,23 @@ FORGED = {
         "state/other": (1,),
         "state/step": (-1, "x", 2.5, 1 << 60),
         "state/evaluated": ("x",),
-        "state/best": ("x", {"metric": "loss"}),
+        "state/best": ("x", {"metric": "loss"}, ...),
+        "config/micro_batch": ({}, 0),
         "state/unlogged": ({"loss": ["x"]}, {"loss": 1.0}, 3),
         "states": (None, [], ...),
-        "states/optim": (3, {}, [{"a": 1, "b": 2}, {}], [{"tensor": "nope"}, {"list": []}]),
+        "states/optim": (3, {}, [{"a": 1, "b": 2}, {}], [{"tensor": "nope"}, {"list": []}], [{"dict": []}]),
+        "states/optim/0/dict": ([], 3),
+        "states/optim/0/dict/0/1/dict/1": (["exp_avg", 3], ["other", {"tensor": "optim.1.weight.exp_avg"}]),
+        "states/optim/1": (3, {"list": ["x"]}),
+        "states/frozen": (3, [3]),
         "config/engine": ("../x", None),
         "config": ([], None, ...),
         "config/batch_size": (...,),
         "tensors": ([], 3, ...),
         "tensors/model.1.weight": (["F32"], ["F33", [24, 64]], ["F32", [-1, 2]], 1),
+        "tensors/optim.1.weight.exp_avg": (["F32", [1]], ["F32", [1, 1]], ["F16", [24, 64]], ["F32", [99, 99]], ...),
         "shards": ([], {}, ...),
+        "shards/shard_0000.safetensors": (None, True, 3, {}, {"bytes": 3}, {"bytes": None, "crc32": 3}),
     }.items()
     for value in values
 }
@@ -372,6 +381,18 @@ def test_names_and_reasons_cannot_control_the_terminal(copy, tmp_path, capsys, m
     assert shown.count("\\x1b[2J") >= 6 and "\\u202e" in shown
     assert not [one for one in shown if not (one.isprintable() or one == "\n")]
     assert printable("Größe 日本 🎉\n\tx") == "Größe 日本 🎉\n\tx"
+
+
+def test_a_traceback_and_the_owner_of_a_lock_cannot_control_the_terminal(copy, refused, monkeypatch, caplog):
+    code = f"def main():\n  raise ValueError({ESCAPE!r})\nfrom lib.utils.errors import run_program\nrun_program(main)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=config.ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: \\x1b[2J\\x1b]0;owned\\x07\\u202e\n")
+    assert not [one for one in done.stderr if not (one.isprintable() or one == "\n")]
+    (copy / ".lock").write_text(json.dumps({"host": ESCAPE}))
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
+    monkeypatch.setattr(run_folder.RunFolder, "_take", lambda self: None)
+    line = refused(f"{SMALL} -cpu 1 -grace_s 0.1", out=copy.parent)
+    assert "in use by host \\x1b[2J" in line and "\x1b" not in line + caplog.text
 
 
 def test_plot_draws_the_good_runs_and_names_what_it_leaves_out(tmp_path, capsys):

@@ -1,10 +1,11 @@
 """Manifests of other versions of the code or of an attacker are refused, and nothing in them is executed."""
 
+import re
+
 import pytest
 import saves
 import torch
 from runs import norm_net, plugins, run
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from saves import SMALL, names
 
@@ -69,8 +70,8 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(refused, 
 FILE = "shard_0000.safetensors"
 
 
-def test_files_with_a_valid_checksum_and_wrong_content_are_refused_and_no_code_is_executed(copy, tmp_path):
-    newest = copy / "checkpoints" / names(copy)[0]
+def test_files_with_a_valid_checksum_and_wrong_content_are_passed_over_and_no_code_is_executed(copy, tmp_path):
+    newest, before = (copy / "checkpoints" / name for name in names(copy)[:2])
     mark, shard = tmp_path / "mark", newest / FILE
     for write in (
         lambda: saves.payload(shard, mark),
@@ -81,6 +82,6 @@ def test_files_with_a_valid_checksum_and_wrong_content_are_refused_and_no_code_i
         write()
         facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
         saves.change_manifest(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
-        with pytest.raises((SafetensorError, shards.Damaged), match=r"header|its files lack a part of model"):
-            run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")
+        past = saves.found(copy)
+        assert past.folder == before and re.search("header|its files lack a part of model", past.damaged[0])
     assert not mark.exists()
