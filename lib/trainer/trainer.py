@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -307,11 +308,11 @@ class Trainer:
 
     def is_due(self, every: str) -> bool:
         """Return whether what comes every N steps or epochs, or as a save every N minutes, is due after this step."""
-        number, unit = manager.interval(every)
-        if unit == "minute":
+        number = int(re.sub(r"\D", "", every))  # epochs if there is no unit
+        if "minute" in every:
             late = time.monotonic() - self.checkpoints.saved_at >= 60 * number
             return self.stop.voted and bool(distributed.all_reduce_max([late], self.world)[0])
-        done = self.state.step if unit == "step" else self.state.step / self.plan.steps
+        done = self.state.step if "step" in every else self.state.step / self.plan.steps
         return done % number == 0
 
     def log_scalar(self, name: str, value: Any) -> None:

@@ -6,7 +6,6 @@ synced, and renamed; shards.py says what is in it. A file `keep` in it spares it
 
 import concurrent.futures
 import logging
-import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-EVERY = re.compile(r"(\d+)(epoch|step|minute)?")  # the value of -save_every, which was checked
 ADAM = 3  # numbers in a checkpoint for each weight, if the optimizer keeps two of them
 FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: votes keep collectives from timing out
@@ -168,9 +166,3 @@ class Checkpoints:
             self.thread.shutdown()
             raise RuntimeError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
-
-
-def interval(every: str) -> tuple[int, str]:
-    """Return the number and the unit ("epoch", "step" or "minute") of -save_every or -eval_every."""
-    number, unit = EVERY.findall(every)[0]
-    return int(number), unit or "epoch"
