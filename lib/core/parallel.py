@@ -58,7 +58,8 @@ def wrap(
     if args.recompute:
         if not parts:
             raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
-        _recompute(parts)
+        for part in parts:
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
     if sharded:
         return _shard(model, parts, args, world)
     model = model.to(world.device)
@@ -160,8 +161,3 @@ def _compile(parts: list[nn.Module], engine: str) -> None:
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use
     for part in parts:
         part.forward = torch.compile(part.forward)
-
-
-def _recompute(parts: list[nn.Module]) -> None:
-    for part in parts:
-        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
