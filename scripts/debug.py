@@ -33,7 +33,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     for name, module in model.named_modules():
         what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
         module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, named_tensors(output)))
-    begun, steps = trainer.plan.step_in_epoch(trainer.state), trainer.args.limit_steps or DEBUG_STEPS
+    begun, steps = trainer.state.step % trainer.plan.steps, trainer.args.limit_steps or DEBUG_STEPS
     batches = _check_batches(trainer.loaders["train"].epoch(trainer.state.epoch, begun))
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         for _ in range(min(steps, trainer.plan.steps - begun)):

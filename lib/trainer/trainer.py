@@ -167,7 +167,7 @@ class Trainer:
             return
         # As after an evaluation: what is drawn from here on does not depend on where a start begins.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
-        first = self.plan.step_in_epoch(self.state)
+        first = self.state.step % self.plan.steps
         batches = self.rate.time_data_loading(self.loaders["train"].epoch(self.state.epoch, first))
         for _ in range(first, self.plan.steps):
             self.train_step(batches)

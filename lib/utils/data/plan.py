@@ -7,7 +7,6 @@ is repeated to fill a share.
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +48,6 @@ class Plan:
     def least(self) -> int:
         """Samples in the smallest micro-batch of an epoch."""
         return min(len(part) for step in (0, self.steps - 1) for part in self.cut(step))
-
-    def step_in_epoch(self, state: Any) -> int:
-        """Return how many steps of its epoch a run has done; `state` holds its epoch and step."""
-        return state.step - state.epoch * self.steps
 
     def cut(self, step: int) -> list[range]:
         """Return the micro-batches of an epoch's step, of all ranks, as places in the epoch's order.
