@@ -8,7 +8,7 @@ import json
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lib.utils import distributed, files
 from lib.utils.checkpoint import atomic, run_folder, shards
 from lib.utils.checkpoint.state import model_tensors, unwrap
+from lib.utils.data.tensors import named_tensors
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -109,16 +110,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"it is damaged, or holds more than tensors, {hint}") from error
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__} and no tensors by name")
-        return dict(_flatten(values))
-
-
-def _flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts, each under its dotted name."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, Tensor):
-            yield f"{prefix}{name}", value.detach()
+        return {name: value.detach() for name, value in named_tensors(values)}
 
 
 def load_into(
