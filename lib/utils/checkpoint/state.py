@@ -210,11 +210,8 @@ class Parts:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return each parameter by its name: that in the model, or else trainer.NAME and that in a module."""
-        names = {}
-        for part, module in reversed(self.modules.items()):
-            prefix = "" if part == "model" else f"{part}."
-            names |= {parameter: f"{prefix}{name}" for name, parameter in unwrap(module).named_parameters()}
-        return {name: parameter for parameter, name in names.items()}
+        named = self.weights().items()
+        return {name.removeprefix("model."): one for name, one in named if isinstance(one, nn.Parameter)}
 
     def trained(self, part: str) -> list[str]:
         """Return the names of an optimizer's parameters, in the order in which torch numbers them.
