@@ -42,12 +42,6 @@ class World:
         """Whether this rank writes the run's files: rank 0, or the first of each node if they share no disk."""
         return self.is_main if self.shares_disk else self.local_rank == 0
 
-    def share(self, work: list) -> list:
-        """Return this rank's part of the work on the run's files: all of its node's if the nodes share no disk."""
-        if self.shares_disk:
-            return work[self.rank :: self.size]
-        return work if self.is_writer else []
-
     def on_writers(self, action: Callable[[], Any]) -> list:
         """Return what `action()` returned (JSON, None is left out) on each writer, on all ranks. See `attempt`."""
         return [one for one in gather_results(action if self.is_writer else None, self) if one is not None]

@@ -142,14 +142,13 @@ def _fault_of(folder: Path, world: World, there: bool) -> str:
         return f"{folder} is a link"
     try:
         manifest = state.read_manifest(folder)
-        for file in world.share(sorted(manifest["shards"])):
+        names = sorted(manifest["shards"])
+        for file in names[world.rank :: world.size] if world.shares_disk else names:
             shards.verify(folder / file, manifest["shards"][file])
-        if world.is_writer:  # are they what the manifest says?
+        if world.is_writer:  # are they what the manifest says? Another rank's may be damaged, too
             shards.read(folder, [*manifest["shards"]], shards.make_empty(manifest["tensors"], "meta"))
-    except (shards.Damaged, SafetensorError, ValueError) as error:  # the latter where another rank's file is damaged
-        return str(error)
-    except OSError as error:
-        if error.errno not in MISSING:
+    except (shards.Damaged, SafetensorError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in MISSING:
             raise
         return str(error)
     return ""
