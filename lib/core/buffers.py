@@ -21,7 +21,8 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
 
     It needs two values for each channel. A sample has several if it has places, as an image: only a pass shows that.
     """
-    if plan.least > 1:
+    smallest = min(len(part) for step in (0, plan.steps - 1) for part in plan.cut(step))
+    if smallest > 1:
         return
     cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
     advice = "-drop_last, another -batch_size, or a -micro_batch of 2 or more makes larger ones"

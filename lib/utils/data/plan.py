@@ -44,11 +44,6 @@ class Plan:
         """Epochs of the run; -steps may end it within the last one."""
         return math.ceil(self.total_steps / self.steps)
 
-    @property
-    def least(self) -> int:
-        """Samples in the smallest micro-batch of an epoch."""
-        return min(len(part) for step in (0, self.steps - 1) for part in self.cut(step))
-
     def cut(self, step: int) -> list[range]:
         """Return the micro-batches of an epoch's step, of all ranks, as places in the epoch's order.
 
