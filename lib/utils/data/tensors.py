@@ -16,9 +16,6 @@ class Tensors(TensorDataset):
         super().__init__(*tensors)
         self.on_device, self.classes = on_device, classes
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[0] for tensor in self.__getitems__([index]))
-
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Return the batch of these rows: a tuple of tensors (len(indices), ...)."""
         rows = torch.from_numpy(np.array(indices)).to(self.tensors[0].device)  # faster than torch.tensor
