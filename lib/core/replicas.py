@@ -59,18 +59,18 @@ class Checks:
         At the first step a teacher is still a copy of the model, and a layer may take its first values from the data.
         """
         watched = self.steps == 1 and micro_batch.first and micro_batch.step_parts > 1
-        before = self.digests() if watched else {}
+        before = self.checksums() if watched else {}
         yield
-        after = self.digests() if watched else {}
+        after = self.checksums() if watched else {}
         changed = [name for name in after if after[name] != before.get(name)]
         if changed:
             fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), once a micro-batch"
             log.warning("%s: other processes do so another number of times; optimizer_step does once", fault)
 
-    def digests(self) -> dict[str, int]:
-        """Return a digest of each parameter and buffer, or this rank's part of it, but running statistics."""
-        weights = find_parts(self.trainer).weights()
-        return {name: digest(shards.local_part(one)) for name, one in weights.items() if not is_statistic(name)}
+    def checksums(self) -> dict[str, int]:
+        """Return a checksum of each parameter and buffer, or this rank's part of it, but running statistics."""
+        weights = find_parts(self.trainer).weights().items()
+        return shards.checksums({name: shards.local_part(one) for name, one in weights if not is_statistic(name)})
 
     def run(self) -> None:
         """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
@@ -102,14 +102,14 @@ class Checks:
 
 
 def compare(tensors: dict[str, Tensor], marks: dict[str, Any], world: World, step: int, agreed: int) -> None:
-    """Compare the digest of each tensor that is not sharded, and other marks. All ranks call this at the same step.
+    """Compare the checksum of each tensor that is not sharded, and other marks. All ranks call this at the same step.
 
     Raises RuntimeError on all ranks; it names the first thing that differs, the ranks, and the step at which all
     `agreed`.
     """
     if world.size == 1:
         return
-    mine = {name: digest(tensor) for name, tensor in tensors.items() if not shards.is_sharded(tensor)} | marks
+    mine = shards.checksums({name: one for name, one in tensors.items() if not shards.is_sharded(one)}) | marks
     first = distributed.broadcast(mine, world)
     odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
@@ -168,7 +168,7 @@ class Mark(pickle.Pickler):
         self.crc = zlib.crc32(data, self.crc)
 
     def persistent_id(self, value: Any) -> Any:
-        """Return what stands for an object: of a tensor its digest, unless it is the model's or has a gradient."""
+        """Return what stands for an object: of a tensor its checksum, unless it is the model's or has a gradient."""
         if id(value) in self.skipped:
             return ""
         if isinstance(value, Tensor):
@@ -181,7 +181,7 @@ class Mark(pickle.Pickler):
         if isinstance(value, FunctionType):  # with what it keeps
             kept = [cell.cell_contents for cell in value.__closure__ or ()]
             return value.__qualname__, value.__code__.co_firstlineno, kept
-        return str(digest(value)) if isinstance(value, Tensor) else None
+        return str(shards.checksums({"": value})) if isinstance(value, Tensor) else None
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -190,8 +190,3 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     changed = [name for name, mark in now.items() if None not in (mark, before[name]) and mark != before[name]]
     before |= dict.fromkeys(changed)
     return changed
-
-
-def digest(tensor: Tensor) -> int:
-    """Return the CRC32 of a tensor's bytes."""
-    return zlib.crc32(shards.as_bytes(tensor.detach().cpu()))

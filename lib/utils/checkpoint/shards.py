@@ -107,8 +107,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return the checksum of each tensor on the CPU."""
-    return {name: zlib.crc32(as_bytes(values)) for name, values in tensors.items()}
+    """Return the checksum of each tensor's bytes."""
+    return {name: zlib.crc32(as_bytes(values.detach().cpu())) for name, values in tensors.items()}
 
 
 def verify(path: Path, wanted: dict) -> None:
