@@ -42,10 +42,7 @@ def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[t
 
 
 def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> torch.optim.Optimizer:
-    """Return an optimizer, fused if that is safe, with weight decay if it has one."""
-    takes = inspect.signature(kind).parameters
-    if "weight_decay" not in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):  # as Rprop
-        groups = [{"params": group["params"]} for group in groups]
+    """Return an optimizer, fused if that is safe. One without weight decay, as Rprop, does not read its groups'."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     defaults: dict[str, Any] = {"lr": args.lr_start}
     if kind is torch.optim.SGD:
