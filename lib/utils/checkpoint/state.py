@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> dict:
         _check_state(manifest["state"])
         _check_states(manifest["states"], shards.make_empty(manifest["tensors"], "meta"))
         config, written = manifest["config"], manifest["shards"]
-        _ = Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"]).least
+        _ = Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"]).cut(0)
         if not (config["engine"].isidentifier() and written and all(map(shards.FILE_NAME.fullmatch, written))):
             raise ValueError("no such engine, or no such file")
         if {type(about[key]) for about in written.values() for key in ("bytes", "crc32")} != {int}:
