@@ -57,6 +57,7 @@ class Run:
         self.past = resume.find(args, self.world, start)
         self.splits, self.skipped = check_data.skip(splits, args, self.world, self.past)
         before = self.past.manifest["config"] if self.past else start
+        watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
         data = fingerprint.describe(self.splits, args, self.world)
         self.plan = resume.plan(args, data, self.world, before)
         runtime.choose_threads(args, self.world, saved=before.get("threads"))

@@ -89,8 +89,8 @@ def test_a_flag_of_a_plugin_that_is_not_chosen_is_refused_with_what_it_needs(tmp
     [("mlp_width", "-arch mlp"), ("tokens_length", "-dataset tokens"), ("ema_decay", "-trainer ema")],
 )
 def test_a_flag_of_a_plugin_that_is_not_chosen_names_that_plugin(tmp_path, flag, owner):
-    for command in (f"-{flag} 3", f"--{flag}=3"):
-        assert refusal(command).endswith(f"-{flag}: it is a flag of {owner}")
+    for command in (f"-{flag} 3", f"--{flag}=3", f"--{flag.replace('_', '-')} 3"):
+        assert refusal(command).endswith(f": it is a flag of {owner}")
     path = cfg_file(tmp_path, f"{flag}: 3\n")
     assert refusal(["-cfg", path]) == f"{path}: unknown flag -{flag}: it is a flag of {owner}"
 

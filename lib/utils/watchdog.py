@@ -99,7 +99,7 @@ def watch(minutes: float) -> Iterator[None]:
         yield
     finally:
         _watchdog.ended.set()
-        thread.join(_watchdog.interval_s)
+        thread.join(SAY_AFTER_S)  # as long as it lives, no process is forked
 
 
 def begin(activity: str, hint: Callable[[], str] = str) -> None:

@@ -171,9 +171,10 @@ class RunFolder:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             check_owner(self.path)
-            for name in ("checkpoints", "best", "final", "logs", "slurm", "metrics.jsonl"):
-                if (self.path / name).is_symlink():
-                    raise OSError(errno.ELOOP, "a link, which is not followed", str(self.path / name))
+            own = [self.path / name for name in ("checkpoints", "best", "final", "logs", "slurm", "metrics.jsonl")]
+            for path in [*own, self.path.parent / ".old"]:
+                if path.is_symlink():
+                    raise OSError(errno.ELOOP, "a link, which is not followed", str(path))
             file = files.open_regular(self.path / ".lock", "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

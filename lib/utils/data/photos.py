@@ -113,8 +113,9 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     """Return the image with values from 0 to 255: 16 bits are scaled. Raises UsageError if the range is unknown."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         values = np.array(image)
-        if 0 < values.max() < 256:
-            raise UsageError(f"16 bits with values of 8 bits, up to {values.max()}: save it with 8 bits")
+        if 0 < values.max() < 4096:
+            found = f"16 bits with values of 12 bits or fewer, up to {values.max()}"
+            raise UsageError(f"{found}: scale them up to 65535, or save it with 8 bits")
         values[values == image.info.get("transparency", -1)] = 65535  # white
         if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0:
             values = 65535 - values  # 0 is white there; Pillow inverts 8 bits itself

@@ -103,13 +103,13 @@ def test_images_of_16_bits_look_like_those_of_8(tmp_path):
             assert np.abs(photos.read(tmp_path / name, see) - wanted).max() <= 1, name
 
 
-def test_8_bits_that_are_stored_in_16_are_refused_by_name_and_12_bits_are_not(tmp_path):
+def test_8_or_12_bits_that_are_stored_in_16_are_refused_by_name(tmp_path):
     see = lambda image: photos.view(image, "L", 8).getpixel((0, 0))  # noqa: E731
-    for value in (1, 255, 4095):
+    for value in (1, 255, 4095, 4112):
         Image.fromarray(np.full((8, 8), value, np.uint16)).save(tmp_path / f"{value}.png")
-    assert photos.read(tmp_path / "4095.png", see) == 15
-    for value in (1, 255):
-        with pytest.raises(UsageError, match=f"{value}.png: not a readable image .*values of 8 bits, up to {value}"):
+    assert photos.read(tmp_path / "4112.png", see) == 16
+    for value in (1, 255, 4095):
+        with pytest.raises(UsageError, match=f"{value}.png: not a readable image .*12 bits or fewer, up to {value}"):
             photos.read(tmp_path / f"{value}.png", see)
 
 
