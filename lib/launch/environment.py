@@ -64,7 +64,7 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
         interface = LOOPBACK if store[0] == "127.0.0.1" else IB_INTERFACE if has_infiniband_names() else None
-        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        if interface and (interface == LOOPBACK or "GLOO_SOCKET_IFNAME" not in os.environ):
             variables["GLOO_SOCKET_IFNAME"] = interface
     return {name: str(value) for name, value in variables.items()}
 
