@@ -3,12 +3,9 @@
 import contextlib
 import errno
 import os
-import subprocess
-import sys
 
 import disk
 import pytest
-from processes import ROOT
 
 from lib.utils.checkpoint import atomic
 
@@ -45,13 +42,3 @@ def test_a_folder_without_fsync_support_is_no_error_and_a_broken_disk_is(code, t
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="fsync") if code == errno.EIO else contextlib.nullcontext():
         atomic.fsync(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("modules", "avoided"),
-    [("atomic", "torch"), ("manager, resume, shards, weights", "torch.distributed.tensor")],
-)
-def test_files_are_written_without_torch(modules, avoided):
-    """And checkpoints without the tensors of FSDP, whose import takes long."""
-    probe = f"import sys; from lib.utils.checkpoint import {modules}; sys.exit({avoided!r} in sys.modules)"
-    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)

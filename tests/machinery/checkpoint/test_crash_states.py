@@ -52,8 +52,7 @@ class Case:
 
 
 CASES = {
-    "the old one is removed": Case(),
-    "the same step again": Case(OLD, OLD + 5),
+    "the old one of the same step is removed": Case(OLD, OLD + 5),
     "the first save": Case(None),
     "a milestone next to the old one": Case(keep_last=2, keep=True),
 }

@@ -84,8 +84,6 @@ def _put_instead_of(name, make):
 
 SHARD, MANIFEST = "shard_0000.safetensors", "manifest.json"
 DAMAGE = {
-    "no bytes of a shard": lambda folder: os.truncate(folder / SHARD, 0),
-    "no bytes of the manifest": lambda folder: os.truncate(folder / MANIFEST, 0),
     "garbage behind a shard": _append_to(SHARD),
     "garbage behind the manifest": _append_to(MANIFEST),
     "a shard missing": lambda folder: (folder / SHARD).unlink(),

@@ -1,6 +1,5 @@
 """The loaders: torch's order, split over steps and ranks, each sample once, with the same random numbers anywhere."""
 
-import dataclasses
 import itertools
 import multiprocessing
 import random
@@ -18,7 +17,6 @@ from torch.utils.data import Dataset, Subset, default_collate
 from lib.utils.checkpoint import resume
 from lib.utils.data import loader
 from lib.utils.data.loader import Loader
-from lib.utils.data.options import option
 from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
@@ -355,17 +353,6 @@ def test_a_dataset_knows_its_epoch_and_on_device_draws_the_same_on_any_number_of
         found.append(torch.cat(rows))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert found[0][:, 0].tolist() == [0] * 12 + [1] * 4 and len(found[0][:, 3].unique()) == 16
-
-
-def test_nobody_puts_another_dataset_into_a_loader_whose_processes_have_the_first_one():
-    with pytest.raises(dataclasses.FrozenInstanceError, match="dataset"):
-        new_loader(Curriculum(), Plan(12, 8, 2), 0).dataset = range(12)
-
-
-def test_a_subset_has_options_of_its_own_and_those_of_its_dataset():
-    part = Subset(Curriculum(), [0])
-    part.on_device = len
-    assert option(part, "on_device") is len and option(part, "set_epoch") == part.dataset.set_epoch
 
 
 def test_samples_of_different_indices_epochs_or_seeds_differ():

@@ -3,12 +3,10 @@
 import numpy as np
 import tiny_data
 import torch
-from runs import distance, norm_net, plugins, run
 
 from lib import config
 from lib.dataset import folder
 from lib.utils import seeding
-from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
 
 
@@ -39,24 +37,6 @@ def test_half_of_the_images_are_mirrored_and_all_are_normalized():
     assert torch.allclose(got[~mirrored], wanted[~mirrored], atol=1e-5)
     still, _ = Pixels((0.0,), (1 / 255,))((images, labels), draws)
     assert torch.allclose(still, images.float(), atol=1e-4)
-
-
-def test_a_run_with_augmentation_has_the_same_bits_on_more_processes_and_after_a_stop(tmp_path):
-    def pixels(args):
-        generator = torch.Generator().manual_seed(0)
-        labels = torch.randint(4, (40,), generator=generator)
-        images = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=generator)
-        return Tensors(images, labels, on_device=Pixels((0.5,), (0.3,), mirror=args.augment))
-
-    flags = "-dataset pixels -arch norm_net -num_classes 4 -batch_size 8 -micro_batch 4 -epochs 2"
-    with plugins(arch={"norm_net": norm_net}, dataset={"pixels": pixels}):
-        one, two, plain = (
-            run(tmp_path, f"{flags} {more}")
-            for more in ("-cpu 1 -model one", "-cpu 2 -model two", "-cpu 1 -model plain -augment no")
-        )
-        run(tmp_path, f"{flags} -cpu 1 -model stopped -limit_steps 7", wanted=75)
-        stopped = run(tmp_path, f"{flags} -cpu 1 -model stopped")
-    assert distance(one, stopped) == distance(one, two) == 0 < distance(one, plain)
 
 
 def test_images_are_loaded_as_bytes_and_only_training_images_are_augmented(tmp_path):

@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from runs import few, lines, norm_net, outcome, plugins, run, same_tensors, weights
+from runs import lines, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lib.core import loss, parallel
 from lib.trainer import trainer
@@ -17,12 +17,13 @@ from lib.utils.checkpoint import state
 from lib.utils.checkpoint.state import decode
 
 FLAGS = f"{SMALL} -micro_batch 4 -log_every 1"
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
-@pytest.fixture(autouse=True)
-def _data():
-    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
-        yield
+@pytest.fixture(scope="module")
+def plain(small_plugins, tmp_path_factory):
+    """The weights of a run without an edit."""
+    return weights(run(tmp_path_factory.mktemp("plain"), f"{FLAGS} -cpu 1"))
 
 
 class GradientNoise(trainer.Trainer):
@@ -32,17 +33,6 @@ class GradientNoise(trainer.Trainer):
         for parameter in self.model.parameters():
             parameter.grad += 0.01 * torch.randn_like(parameter)
         return super().optimizer_step()
-
-
-class TwoOptimizers(trainer.Trainer):
-    """Moves matrices from the shared optimizer to one of their own."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        matrices = [one for one in self.model.parameters() if one.ndim == 2]
-        rest = [one for one in self.model.parameters() if one.ndim != 2]
-        self.matrices = torch.optim.Muon(matrices, lr=0.02)
-        self.optimizer = torch.optim.AdamW(rest, lr=self.args.lr_start)
 
 
 class Thaws(trainer.Trainer):
@@ -68,17 +58,6 @@ class EvaluatesInBetween(trainer.Trainer):
         if self.state.step % 2:
             self.log_scalar("between", self.evaluate("val")["loss"])
         return norm
-
-
-class TorchSchedule(trainer.Trainer):
-    """Uses one of torch's schedules."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.scheduler = OneCycleLR(self.optimizer, max_lr=0.01, total_steps=self.total_steps + 1)
-
-    def set_learning_rate(self):
-        self.scheduler.step()
 
 
 class CountsInGroup(torch.optim.AdamW):
@@ -146,10 +125,8 @@ EDITS = {
     "step": OwnStep,
     "halves": HalvesRate,
     "noise": GradientNoise,
-    "optimizers": TwoOptimizers,
     "thaws": Thaws,
     "between": EvaluatesInBetween,
-    "schedule": TorchSchedule,
     "plateau": Plateau,
     "own": OwnSchedule,
     "frozen": FrozenNorm,
@@ -157,18 +134,17 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, tmp_path):
+def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, plain, tmp_path):
     with plugins(trainer={edit: EDITS[edit]}):
         flags = f"{FLAGS} -trainer {edit}"
-        plain = weights(run(tmp_path, f"{FLAGS} -cpu 1 -model plain"))
         alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
         assert same_tensors(weights(alone), plain) == (edit == "between"), "all others have an effect"
         last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
         assert edit != "step" or last == pytest.approx(1e-6), "it follows the schedule"
         assert bits(run(tmp_path, f"{flags} -cpu 3 -model three")) == bits(alone)
-        for limit, processes in ((3, 2), (6, 3), (9, 1)):
+        for limit, processes in ((3, 2), (6, 3)):
             run(tmp_path, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
-        assert bits(run(tmp_path, f"{flags} -cpu 2 -model moved")) == bits(alone)
+        assert bits(run(tmp_path, f"{flags} -cpu 1 -model moved")) == bits(alone)
 
 
 class Scaled(nn.Module):
@@ -545,21 +521,10 @@ class NoNorm(trainer.Trainer):
         super().optimizer_step()
 
 
-class NoGradient(trainer.Trainer):
-    def training_step(self, batch):
-        return super().training_step(batch).detach()
-
-
-SLIPS = {
-    NoNorm: "optimizer_step returns None: it must return the norm",
-    NoGradient: "it must return the mean loss, a 0-d tensor with a gradient",
-}
-
-
-@pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_is_one_line(slip, refused):
-    with plugins(trainer={"slip": slip}):
-        assert SLIPS[slip] in refused(f"{FLAGS} -trainer slip -cpu 1")
+def test_an_optimizer_step_that_returns_no_norm_is_one_line(refused):
+    with plugins(trainer={"slip": NoNorm}):
+        said = refused(f"{FLAGS} -trainer slip -cpu 1")
+    assert "optimizer_step returns None: it must return the norm" in said
 
 
 @pytest.mark.parametrize("name", ["metrics", "predictions", "config", "engine", "saved"])
@@ -829,15 +794,11 @@ def frozen_net(args):
 STOCK = f"{FLAGS} -deterministic no -cpu 2"
 
 
-def test_a_part_call_and_an_unused_parameter_under_ddp_are_one_line(tmp_path, refused):
+def test_a_part_call_and_an_unused_parameter_under_ddp_are_one_line(refused):
     with plugins(trainer={"part": PartCall}, arch={"unused": lambda args: Unused()}):
         assert "call the whole model, or take -deterministic" in refused(f"{STOCK} -trainer part -model part")
-        assert "the parameter idle.weight (2 in all): add -find_unused" in refused(
-            f"{STOCK} -arch unused -model idle"
-        )
-        found = run(tmp_path, f"{STOCK} -arch unused -find_unused -model found")
-        alone = run(tmp_path, f"{STOCK} -cpu 1 -arch unused -model alone")
-    assert close(found, alone)
+        said = refused(f"{STOCK} -arch unused -model idle")
+    assert "the parameter idle.weight (2 in all): add -find_unused" in said
 
 
 def close(one, other) -> bool:

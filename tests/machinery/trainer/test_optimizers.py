@@ -36,13 +36,13 @@ USABLE = [
 ]
 
 
-@pytest.mark.parametrize("name", USABLE[::2])
+@pytest.mark.parametrize("name", USABLE[::3])
 def test_any_optimizer_of_torch_trains_with_the_same_bits_on_two_processes(name, tmp_path):
     one, two = (run(tmp_path, f"{RUN} -optimizer {name} -cpu {cpu} -model on_{cpu}") for cpu in (1, 2))
     assert distance(one, two) == 0.0
 
 
-@pytest.mark.parametrize("flags", ["-cpu 2", "-cpu 2 -parallel fsdp", "-cpu 3 -parallel fsdp"])
+@pytest.mark.parametrize("flags", ["-cpu 2", "-cpu 3 -parallel fsdp"])
 def test_muon_has_the_same_bits_sharded_or_not_and_after_a_stop(flags, tmp_path):
     base = f"{RUN} -deterministic -optimizer muon -optimizer_arg momentum=0.9 -optimizer_arg betas=0.8,0.9"
     whole = run(tmp_path, f"{base} -cpu 1 -model whole")
