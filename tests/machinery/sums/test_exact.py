@@ -165,7 +165,7 @@ def test_runs_have_the_same_bits_on_any_number_of_processes(flags, sizes, tmp_pa
 def test_fsdp_runs_have_the_same_bits_on_any_number_of_processes(tmp_path):
     flags = f"{NET} -epochs 3 -parallel fsdp"
     truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
-    for more in ("-cpu 2", "-cpu 3", "-cpu 5 -recompute"):
+    for more in ("-cpu 2", "-cpu 5 -recompute"):
         assert bits(run(tmp_path, f"{flags} {more} -model {more[5]}")) == truth
     assert bits_after_starts(tmp_path, flags, "-cpu 3", "-cpu 1", "-cpu 2") == truth
 
