@@ -67,14 +67,6 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
         assert error_of([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
 
 
-# Flags that contradict each other
-
-
-def test_contradicting_flags_are_refused_with_values_that_would_work(error_of):
-    line = error_of(f"-cpu 1 -batch_size 5000 -drop_last -data {config.ROOT / 'data'}")
-    assert all(part in line for part in ("-batch_size 5000", "-drop_last", "1259 training samples")), line
-
-
 # As a command of the shell
 
 

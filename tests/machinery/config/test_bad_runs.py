@@ -124,6 +124,7 @@ def colour_images(count, classes):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("digits -batch_size 5000 -drop_last", "-batch_size 5000 with -drop_last leaves nothing of 1259 training"),
         ("digits -loss mse", "this -loss needs real numbers of one shape"),
         ("digits -num_classes 3", "are 0 to 9: labels are 0 to 2 for 3 outputs (-num_classes)"),
         ("late -channels 3 -num_classes 8", "to 8: labels are 0 to 7 for 8 outputs (-num_classes)"),
