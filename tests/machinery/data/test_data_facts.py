@@ -247,10 +247,14 @@ def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, kill
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
 
 
-def test_the_origin_of_a_killed_first_start_is_kept_until_there_is_a_checkpoint(killed, finished_run, tmp_path):
+@pytest.mark.parametrize("again", ["flags", "file"])
+def test_the_origin_of_a_killed_first_start_is_kept_until_there_is_a_checkpoint(
+    again, killed, finished_run, tmp_path
+):
     flags = f"{SMALL} -epochs 4 -model branch -allow_change epochs"
     at = finished_run / "checkpoints" / "000006_step_6"
     folder = killed(tmp_path, f"{flags} -resume {at} -cpu 1")
+    flags = f"-cfg {folder / 'config.yaml'} -allow_change epochs" if again == "file" else flags
     run(tmp_path, f"{flags} -cpu 2 -limit_steps 8", wanted=75)
     assert log_of(folder).count(f"resuming from {at}") == 2 and outcome(folder)["step"] == 8
     run(tmp_path, f"{flags} -cpu 1 -limit_steps 9", wanted=75)

@@ -5,6 +5,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from processes import ROOT
 from torch.utils.data import Dataset, Subset
 
-from lib.utils.data import options, tensors
+from lib.utils.data import fetch, options, tensors
 from lib.utils.data.fetch import Fetcher
 from lib.utils.data.plan import MicroBatch
 
@@ -83,29 +84,6 @@ def test_tensors_in_a_batch_of_any_form_go_to_the_device():
     assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"
 
 
-class Ragged(Dataset):
-    """Sequences of different lengths, with a collate_fn."""
-
-    def __len__(self):
-        return 9
-
-    def __getitem__(self, index):
-        return torch.arange(index), index
-
-    @staticmethod
-    def collate_fn(items):
-        return torch.nn.utils.rnn.pad_sequence([item[0] for item in items], batch_first=True), len(items)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_may_define_a_collate_fn(workers):
-    fetched = Fetcher(torch.utils.data.Subset(Ragged(), range(9)), 0, workers, pin=False)
-    one, (rows, count) = next(iter(fetched(0, [micro_batch([2, 3])])))
-    assert one == micro_batch([2, 3])
-    assert rows.tolist() == [[0, 1, 0], [0, 1, 2]] and count == 2
-    fetched.close()
-
-
 def test_the_page_lists_all_optional_attributes_of_a_dataset():
     page = (ROOT / "docs" / "extending.md").read_text()
     table = page.partition("These attributes of a dataset are optional")[2].partition("`draws` holds")[0]
@@ -114,10 +92,18 @@ def test_the_page_lists_all_optional_attributes_of_a_dataset():
     assert listed >= set(re.findall(r'option\(.*, "(\w+)"', code)) >= {"on_device", "classes", "log_lines"}
 
 
-def test_a_part_of_a_dataset_has_the_attributes_of_the_whole():
+def test_a_part_of_a_dataset_has_the_attributes_of_the_whole_and_its_own():
     part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
     assert options.has_whole_batches(part) and options.option(part, "on_device") is len
-    assert not options.has_whole_batches(Subset(Ragged(), [0])) and not options.option([1], "classes", False)
+    part.on_device = max
+    assert options.option(part, "on_device") is max and options.option(part, "classes") == "ab"
+    assert not options.has_whole_batches(Subset([1, 2], [0])) and not options.option([1], "classes", False)
+
+
+@pytest.mark.parametrize(("free", "said"), [(1e6, ".* which has 1 MB free: docker run --shm-size.*"), (1 << 30, "")])
+def test_little_shared_memory_is_named_as_what_loader_processes_may_wait_for(free, said, monkeypatch):
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    assert re.fullmatch(said, fetch.shared_memory_hint())
 
 
 KILLED_AS_ITS_WORKER_STARTS = """

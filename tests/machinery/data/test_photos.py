@@ -179,11 +179,11 @@ def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_endi
     assert "no image in " in refusal(tmp_path) and "2 .heic" in refusal(tmp_path)
 
 
-def test_a_single_class_is_refused(tmp_path):
-    for part in ("train", "val"):
-        (tmp_path / part / "cats").mkdir(parents=True)
-        tiny_data.image(tmp_path / part / "cats" / "1.png")
-    (tmp_path / "train" / "__MACOSX").mkdir()
+@pytest.mark.parametrize("other", ["train/__MACOSX", "val/dogs"])
+def test_a_single_class_is_refused(tmp_path, other):
+    for name in ("train/cats", "val/cats", other):
+        (tmp_path / name).mkdir(parents=True)
+        tiny_data.image(tmp_path / name / "1.png")
     assert "cats is the only class folder in " in refusal(tmp_path)
 
 
@@ -198,6 +198,14 @@ def test_classes_that_look_the_same_are_called_by_what_differs(tmp_path, one, ot
         message = refusal(root)
         assert ascii(one) in message and ascii(other) in message and "Unicode form" in message
     assert unicodedata.normalize("NFC", "cafe\u0301") == "caf\xe9"
+
+
+def test_classes_whose_names_are_no_utf_8_are_called_by_escapes(tmp_path):
+    tiny_data.make_folder(tmp_path / "data")
+    for part in ("train", "val"):
+        (tmp_path / "data" / part / "ant").rename(tmp_path / "data" / part / os.fsdecode(b"caf\xe9"))
+    made = run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1")
+    assert yaml.safe_load((made / "config.yaml").read_text())["about"]["classes"] == ["bee", r"caf\udce9"]
 
 
 # Disks that fail, and damaged files
@@ -227,7 +235,7 @@ def test_an_error_of_the_disk_is_never_taken_for_a_bad_image(tmp_path, monkeypat
         assert caught.value.errno == number
 
 
-@pytest.mark.parametrize("flags", ["-workers 0", "-workers 1", "-workers 0 -skip_bad_files"])
+@pytest.mark.parametrize("flags", ["-workers 1", "-workers 0 -skip_bad_files"])
 def test_a_disk_that_fails_for_a_moment_changes_no_bit(tmp_path, monkeypatch, flags):
     tiny_data.make_folder(tmp_path / "data")
     for model, times in (("calm", 0), ("odd", 3)):

@@ -15,7 +15,7 @@ import ports
 import pytest
 import torch
 import yaml
-from command_line import parsed
+from command_line import parsed, plugin_folder
 from processes import ROOT
 
 from lib import launch
@@ -173,6 +173,25 @@ def test_children_are_forked_where_there_are_neither_gpus_nor_threads_of_a_plugi
         assert local.fork_is_safe() is safe
 
 
+COMPUTES = "sys.threads = torch.get_num_threads()"
+
+
+@pytest.mark.parametrize("line", [COMPUTES, f"def describe(args): {COMPUTES}; return {{}}"])
+def test_what_a_plugin_computes_before_processes_are_forked_has_one_thread(line, monkeypatch, tmp_path):
+    """Forked processes would wait for other threads for ever."""
+    text = f"import sys, torch\n{line}\ndef get_dataset(args): pass\n"
+    plugin_folder(monkeypatch, tmp_path, "dataset", "computes", text)
+    monkeypatch.setattr(sys, "threads", None, raising=False)
+    try:
+        torch.set_num_threads(2)
+        args = parsed("-dataset computes -cpu 2")
+        torch.set_num_threads(2)
+        launch.prepare(args)
+        assert sys.threads == 1
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_there_are_as_many_processes_as_the_flags_say_or_one_for_each_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     for flags, count in (("", 4), ("-gpus 2,3", 2), ("-cpu 3", 3)):
@@ -219,6 +238,15 @@ errors.run_program(main)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, lines)
     assert ("no disk" in done.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&-"])
+def test_a_stream_that_the_shell_has_closed_does_not_write_into_a_file_of_the_run(closed, tmp_path):
+    code = "from lib.utils import errors; import os\ndef main():\n file = open(os.environ['FILE'], 'w')\n"
+    code += " print('a line')\n [os.write(number, b'x') for number in (1, 2)]\n return 0\nerrors.run_program(main)"
+    command, env = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], {"FILE": str(tmp_path / "file")}
+    assert subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.DEVNULL).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_torchrun_starts_the_same_run(start, uninterrupted):

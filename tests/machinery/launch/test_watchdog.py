@@ -1,6 +1,5 @@
 """A run that hangs is ended, and each rank logs where it was."""
 
-import importlib
 import logging
 import multiprocessing
 import os
@@ -14,12 +13,13 @@ import types
 import processes
 import pytest
 import torch
-from command_line import parsed
+from command_line import parsed, plugin_folder
 from runs import plugins
 from torch.utils.data import Dataset
 
 import train
 from lib import launch
+from lib.launch import environment
 from lib.utils import watchdog
 from lib.utils.data import fetch
 
@@ -84,6 +84,17 @@ def test_a_process_that_hangs_in_a_log_call_is_ended(endings):
         logging.getLogger().removeHandler(handler)
 
 
+@pytest.mark.parametrize("step", [None, 3])
+def test_a_process_without_its_agent_gets_sigterm_from_the_first_moment_and_once(step, monkeypatch):
+    signals, looks = [], []
+    monkeypatch.setattr(watchdog.distributed, "is_orphan", lambda: not looks.append(1))
+    monkeypatch.setattr(watchdog.os, "kill", lambda *signal: signals.append(signal))
+    with watchdog.watch(1 / 60):
+        watchdog.moved(step)
+        processes.until(lambda: len(looks) > 1 or len(signals) > 1)
+    assert signals == [(os.getpid(), signal.SIGTERM)]
+
+
 def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, caplog):
     with watchdog.watch(0.6 / 60):
         watchdog.begin("waiting for the mail", hint=lambda: "; it is Sunday")
@@ -104,7 +115,7 @@ def test_a_suspended_process_does_not_count_as_hanging(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=step_until_message, args=(tmp_path, reader))
     process.start()
     processes.until(lambda: (tmp_path / "started").exists())
-    for _ in range(3):
+    for _ in range(2):
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(2 * TIMEOUT_S)
         os.kill(process.pid, signal.SIGCONT)
@@ -177,14 +188,25 @@ def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, messa
     assert message in "".join([shown.out, shown.err, *logs])
 
 
+@pytest.mark.parametrize("more", [{"WORLD_SIZE": 3}, {"MASTER_PORT": 9}], ids=["a rank is missing", "no store"])
+def test_who_waits_for_other_processes_says_for_whom_and_where(more, tmp_path, monkeypatch, capfd):
+    real = environment.rank_variables
+    variables = lambda *args: real(*args) | {name: str(value) for name, value in more.items()}  # noqa: E731
+    monkeypatch.setattr(environment, "rank_variables", variables)
+    monkeypatch.setattr(watchdog, "SAY_AFTER_S", 1.0)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's, as in a run
+    assert train.main(f"-arch mlp -cpu 2 -hang_minutes 0.02 -out {tmp_path}".split()) == 1
+    [(name, value)] = more.items()
+    wanted = rf"rank \d on .*waiting for the other processes of the run, .* {name}={value}\b"
+    assert re.search(wanted, capfd.readouterr().err)
+
+
 @pytest.mark.parametrize("kind", ["dataset", "arch", "trainer"])
 def test_a_plugin_that_hangs_while_it_is_imported_is_named_and_ended(kind, tmp_path, monkeypatch, endings, caplog):
     launch.prepare(parsed("-cpu 1"))  # imports what is slow, and does not hang
-    lines = f"import threading; threading.endings.wait({SOON_S})", "get_model = get_dataset = Trainer = None"
-    (tmp_path / "waits.py").write_text("\n".join(lines))
+    text = f"import threading; threading.endings.wait({SOON_S})\nget_model = get_dataset = Trainer = None"
+    plugin_folder(monkeypatch, tmp_path, kind, "waits", text)
     monkeypatch.setattr(threading, "endings", endings, raising=False)
-    package = importlib.import_module(f"lib.{kind}")
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     args = parsed("-cpu 1 -hang_minutes 0.01")
     vars(args)[kind] = "waits"
     launch.prepare(args)
