@@ -30,6 +30,8 @@ def evaluate(trainer: "Trainer") -> str:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
     trainer.make_engine()
+    if next(trainer.loss.parameters(), None) is not None:
+        log.warning("the loss has parameters, which no weights file holds: its figures are those of fresh ones")
     figures = {split: trainer.evaluate(split) for split in splits}
     metrics.check_same(figures, trainer.world)
     for split in splits:

@@ -101,8 +101,9 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
         are_rows = not any(isinstance(one, Tensor) for one in targets)
     if not (samples and are_rows):
         return samples
-    if isinstance(criterion, nn.CrossEntropyLoss) and isinstance(targets, Tensor) and not targets.is_floating_point():
-        return (targets.long() != criterion.ignore_index).sum()  # as uint8, -100 would be 156
+    ignored = getattr(criterion, "ignore_index", None)
+    if ignored is not None and isinstance(targets, Tensor) and not targets.is_floating_point():
+        return (targets.long() != ignored).sum()  # as uint8, -100 would be 156
     return len(targets)
 
 

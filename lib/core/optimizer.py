@@ -16,6 +16,7 @@ from lib.utils.errors import UsageError, suggest
 
 BY_NAME = {}  # optimizers of your own, by their names for -optimizer, in lower case
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+SWITCH = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "false", "off"), False)}
 
 
 def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[torch.optim.Optimizer]:
@@ -53,7 +54,7 @@ def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> tor
     try:
         optimizer = kind(groups, **options)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"-optimizer {args.optimizer}: {error}") from None
+        raise UsageError(f"-optimizer {' '.join([args.optimizer, *args.optimizer_arg])}: {error}") from None
     if kind is torch.optim.SGD and options["momentum"] and not options.get("dampening"):
         # If a fused first step is skipped, torch leaves momentum that was never written (torch 2.11 to 2.15).
         for parameter in parameters:
@@ -78,7 +79,7 @@ def read_options(words: list[str]) -> dict[str, Any]:
         instead = {"lr": "-lr_start", "weight_decay": "-weight_decay", "params": "decay_groups"}.get(name)
         if not equals or instead:
             raise UsageError(f"-optimizer_arg {word}: {f'take {instead}' if instead else 'KEY=VALUE is needed'}")
-        options[name] = {"yes": True, "no": False}.get(text, text)
+        options[name] = SWITCH.get(text.lower(), text)
         with contextlib.suppress(ValueError, SyntaxError):
             options[name] = ast.literal_eval(text)
     return options

@@ -89,6 +89,9 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
     """Give all ranks rank 0's values; then make every block a group of its own, and the rest the root's."""
     from torch.distributed import fsdp  # takes most of a second
 
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None:
+            raise UsageError(f"-parallel fsdp: max_norm of {name} changes weights in a pass, which FSDP would lose")
     mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
     shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
     take_first([*model.parameters(), *model.buffers()])
@@ -114,7 +117,7 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
     def agree(number: int) -> None:
         most, least = distributed.all_reduce_max([number, -number], world)
         if most != -least:
-            raise UsageError(SKIPPED.format(names[int(most)]))
+            raise UsageError(SKIPPED.format(names[int(-least if least <= 0 else most)]))  # -1: the end of a pass
 
     for number, name in enumerate(names):
         model.get_submodule(name).register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)

@@ -42,6 +42,7 @@ class Checks:
             if id(own := vars(trainer).get(name)) != trainer.of_base.get(name, id(None)):
                 raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
+        self.schema = shards.schema(find_parts(trainer).weights())
         self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
         self.agreed = 0  # the last step at which the ranks had the same weights
@@ -84,6 +85,10 @@ class Checks:
         if other := self.parts ^ parts.ids():
             name = min(name for name, _ in other)
             raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
+        now = shards.schema(parts.weights())
+        for name in [name for name in {**self.schema, **now} if self.schema.get(name) != now.get(name)]:
+            fault = f"{name} was {self.schema.get(name)} at the start and is {now.get(name)}"
+            raise UsageError(f"{fault}: no start could continue; make it in get_model with its last type and shape")
         self.trainer.scheduled_groups()  # notes the rates of new ones
         trained = {*parameters_of(self.trainer.all_optimizers)}
         bare = {f"trainer.{key}": one for key, one in vars(self.trainer).items() if isinstance(one, nn.Parameter)}
@@ -130,6 +135,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     skipped = {id(trainer), *(number for _, number in parts.ids())}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
     own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER - {"of_base"} | {"schedule", "total_steps"}
+    own -= getattr(trainer, "state_dict", dict)().keys()
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     for part, root in parts.modules.items():
         for name, module in unwrap(root).named_modules(prefix=part):

@@ -22,7 +22,7 @@ class Engine:
     """
 
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
-        self.world, self.modules, self.find_unused = world, modules, args.find_unused
+        self.world, self.modules = world, modules
         Buffers(modules, world)  # names those that are rank 0's
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
@@ -71,7 +71,7 @@ class Engine:
                 "those of self.model(...); call the whole model, or take -deterministic"
             )
         unused = [name for name, p in named if p not in self.reached]
-        if module in self.called and unused and not self.find_unused:
+        if module in self.called and unused and not module.find_unused_parameters:
             fault = f"no backward pass reached the parameter {unused[0]} ({len(unused)} in all)"
             raise UsageError(f"{fault}: add -find_unused, freeze them in get_model, or take -deterministic")
 

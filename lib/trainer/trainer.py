@@ -23,7 +23,7 @@ from lib.utils.checkpoint.state import State, find_parts, model_tensors
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import MicroBatch
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import metrics, predictions, throughput
+from lib.utils.monitoring import metrics, throughput
 from lib.utils.monitoring.logger import Logger
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Trainer:
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
-        self.predictions = predictions.Predictions(loss, args.num_classes, world)
+        self.predictions = metrics.Predictions(loss, args.num_classes, world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
@@ -320,6 +320,8 @@ class Trainer:
 
         In `training_step` each micro-batch counts its own. Elsewhere all ranks call it, and rank 0's value counts.
         """
+        if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
+            raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
         if self.in_pass or self.world.is_main:
             self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
 
@@ -404,7 +406,7 @@ class Trainer:
                 count = self.count_targets(batch, micro_batch.count)
                 with self.precision:
                     sums = self.evaluation_step(self.model, batch, count)
-                if micro_batch.count:
+                if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
                     totals.update({**sums, "samples": count})
                 if self.may_stop and self.stop.tick(training=False):
                     break

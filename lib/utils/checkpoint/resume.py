@@ -21,7 +21,7 @@ from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.checkpoint.state import Parts, State
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, load_optional
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -171,6 +171,8 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     if args.deterministic is not None:
         engine = "exact" if args.deterministic else "stock"
     if importlib.util.find_spec("lib.core.exact") is None:
+        if args.deterministic:
+            load_optional("lib.core.exact", "-deterministic")  # which says that it is gone
         engine = "stock"
     plan = Plan(data["samples"], batch, micro, args.drop_last, data, engine)
     return dataclasses.replace(plan, total_steps=args.steps or args.epochs * plan.steps)

@@ -1,4 +1,4 @@
-"""Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
+"""Figures of a run: sums over micro-batches and processes, a confusion matrix, the best evaluation, metrics.jsonl."""
 
 import contextlib
 import json
@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lib.utils import distributed, files
 from lib.utils.errors import UsageError, suggest
@@ -15,6 +16,7 @@ from lib.utils.errors import UsageError, suggest
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
 MAX_LINE = 1 << 20  # bytes, of metrics.jsonl
+MAX_CLASSES = 100  # of a confusion matrix
 LOWER_IS_BETTER = ("loss", "bits_per_token")
 
 
@@ -67,6 +69,44 @@ def exact_terms(terms: list) -> list[float]:
     while part := math.fsum([*values, *(-part for part in parts)]):
         parts.append(part)
     return parts
+
+
+class Predictions:
+    """Count what a classifier with cross-entropy and at most 100 classes answers in an evaluation."""
+
+    def __init__(self, loss: nn.Module, classes: int, world: distributed.World):
+        self.classes = classes if isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES else 0
+        self.ignored, self.world = getattr(loss, "ignore_index", -100), world
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, for the next evaluation."""
+        self.counts = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=self.world.device)
+
+    def add(self, targets: Any, outputs: Any, count: Any) -> None:
+        """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
+        if not (isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
+            return
+        if targets.ndim != 1 or targets.is_floating_point() or outputs.shape != (len(targets), self.classes):
+            return
+        answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
+        # The loss ignores others, as -100. A batch of padding has the count 0.
+        counted = (targets >= 0) & (targets < self.classes) & (targets != self.ignored) & (count > 0)
+        place = targets.clamp(0, self.classes - 1) * self.classes + answers
+        self.counts.view(-1).index_add_(0, place, counted.long())
+
+    def figures(self) -> dict[str, float]:
+        """Return the macro F1 of all ranks' answers, or nothing if there are none. Every rank calls this once.
+
+        A class that is neither a target nor an answer does not count. `counts` are then those of all ranks.
+        """
+        if not self.classes:
+            return {}
+        mine = distributed.gather(self.counts.tolist(), self.world)
+        self.counts = torch.tensor(mine).sum(0)
+        counts = self.counts.double()
+        both = counts.sum(0) + counts.sum(1)
+        return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
 
 
 def mean(totals: dict[str, float], name: str) -> float:

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from lib.utils.distributed import World
-from lib.utils.monitoring import predictions
+from lib.utils.monitoring import metrics
 
 
 def test_answers_are_counted_by_class():
-    answers = predictions.Predictions(nn.CrossEntropyLoss(), 3, World())
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), 3, World())
     targets, given = torch.tensor([0, 1, 2, 1, -100, 255]), torch.tensor([0, 2, 2, 1, 1, 1])
     for count in (6, 0):  # a batch of padding counts nothing, nor does a target out of range
         answers.add(targets, nn.functional.one_hot(given, 3).float(), count)
@@ -17,14 +17,14 @@ def test_answers_are_counted_by_class():
     answers.reset()
     assert not answers.counts.any(), "nothing was evaluated since"
     for ignored in (0, 2):  # a class of -ignore_index
-        answers = predictions.Predictions(nn.CrossEntropyLoss(ignore_index=ignored), 3, World())
+        answers = metrics.Predictions(nn.CrossEntropyLoss(ignore_index=ignored), 3, World())
         answers.add(targets, nn.functional.one_hot(given, 3).float(), 6)
         assert not answers.counts[ignored].any() and answers.counts.sum() == 3
 
 
 def test_float_targets_are_not_taken_for_classes():
     """A model with one output that computes the loss of a regression itself has such targets."""
-    answers = predictions.Predictions(nn.CrossEntropyLoss(), 1, World())
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), 1, World())
     answers.add(torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
     assert answers.figures() == {} and not answers.counts.any()
 
@@ -33,6 +33,6 @@ def test_float_targets_are_not_taken_for_classes():
 @pytest.mark.parametrize("classes", [12, 17, 100])
 def test_f1_is_right_for_labels_of_any_type(kind, classes):
     targets = torch.arange(classes).repeat(3)
-    answers = predictions.Predictions(nn.CrossEntropyLoss(), classes, World())
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), classes, World())
     answers.add(targets.to(kind), nn.functional.one_hot(targets, classes).float(), len(targets))
     assert answers.figures() == {"f1": 1.0}

@@ -102,13 +102,22 @@ def drops(samples):
     return default_collate([one for one in samples if one[1] != 3] or samples[:1])
 
 
+def empties(samples):
+    """Leaves out all samples of some micro-batches."""
+    inputs, targets = default_collate(samples)
+    kept = targets < 2
+    return inputs[kept], inputs[kept] * 9.0
+
+
 def joins(samples):
     """Gives each sample twice."""
     return default_collate([*samples, *samples])
 
 
-@pytest.mark.parametrize("collate", [drops, joins])
+@pytest.mark.parametrize("collate", [drops, joins, empties])
 def test_a_collate_fn_that_drops_or_joins_samples_leaves_a_perfect_model_perfect(collate, tmp_path):
+    loss, perfect = ("-loss mse -lr_start 1e-9 -lr_end 0", 0.0) if collate is empties else ("", 1.0)
+
     class Perfect(nn.Module):
         def __init__(self):
             super().__init__()
@@ -120,6 +129,6 @@ def test_a_collate_fn_that_drops_or_joins_samples_leaves_a_perfect_model_perfect
     made = {"train": Collated(collate), "val": Collated(collate)}
     with plugins(arch={"perfect": lambda args: Perfect()}, dataset={"collated": lambda args: made}):
         folder = run(
-            tmp_path, f"-dataset collated -arch perfect {FLAGS} -train_metrics -cpu 2 -micro_batch 4 -model x"
+            tmp_path, f"-dataset collated -arch perfect {FLAGS} -train_metrics -cpu 2 -micro_batch 4 -model x {loss}"
         )
-    assert outcome(folder)["best"]["value"] == 1.0
+    assert outcome(folder)["best"]["value"] == pytest.approx(perfect, abs=1e-9)

@@ -263,6 +263,25 @@ def test_sparse_and_expanded_buffers_are_refused_by_name(made, cpu, refused):
         assert "the buffer mask is sparse or expanded" in refused(f"{FLAGS} -arch odd -cpu {cpu}")
 
 
+class Fills(OddBuffer):
+    def forward(self, inputs):
+        self.mask = torch.zeros(4)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("made", [None, torch.zeros(0), torch.zeros(4, dtype=torch.bool)])
+def test_a_buffer_that_takes_another_shape_or_type_in_a_pass_is_refused_before_a_save(made, refused):
+    with plugins(arch={"fills": lambda args: Fills(made)}):
+        said = refused(f"{FLAGS} -arch fills -cpu 1")
+    assert "model.mask was" in said and "and is ['F32', [4]]: no start could continue" in said
+
+
+def test_max_norm_is_refused_under_fsdp(refused):
+    model = lambda args: nn.Sequential(nn.Flatten(), nn.Embedding(4, 4, max_norm=1.0))  # noqa: E731
+    with plugins(arch={"bounded": model}):
+        assert "max_norm of 1 changes weights" in refused(f"{FLAGS} -arch bounded -cpu 2 -parallel fsdp")
+
+
 class Counts(nn.Module):
     """Warms up by a number that its own passes count, and keeps a prototype; a cached mask is no state."""
 
@@ -521,9 +540,15 @@ class NoNorm(trainer.Trainer):
         super().optimizer_step()
 
 
-def test_an_optimizer_step_that_returns_no_norm_is_one_line(refused):
-    with plugins(trainer={"slip": NoNorm}):
+class Renames(trainer.Trainer):
+    def after_step(self):
+        self.log_scalar("lr", 3.0)
+
+
+def test_an_optimizer_step_that_returns_no_norm_and_a_scalar_of_a_name_that_is_taken_are_one_line(refused):
+    with plugins(trainer={"slip": NoNorm, "renames": Renames}):
         said = refused(f"{FLAGS} -trainer slip -cpu 1")
+        assert "log_scalar('lr'): the run itself logs train/lr" in refused(f"{FLAGS} -trainer renames -cpu 1")
     assert "optimizer_step returns None: it must return the norm" in said
 
 

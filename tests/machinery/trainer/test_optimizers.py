@@ -107,6 +107,7 @@ def test_an_option_that_is_allowed_to_change_takes_effect(tmp_path):
         ("-slurm_dry -optimizer nope", "there are"),
         ("-loss msa", "there are cross_entropy, mse, l1, huber .do you mean mse"),
         ("-optimizer rmsprob", "there are adadelta, .*do you mean rmsprop"),
+        ("-optimizer adamw -optimizer_arg betas=0.9", "-optimizer adamw betas=0.9: "),
         ("-optimizer adamw -optimizer_arg bets=1", "unexpected keyword argument 'bets'"),
         ("-optimizer adamw -optimizer_arg betas=2,2", "Invalid beta"),
         ("-optimizer adamw -optimizer_arg lr=1", "-optimizer_arg lr=1: take -lr_start"),
@@ -120,3 +121,5 @@ def test_unknown_names_and_what_an_optimizer_does_not_take_are_refused_in_one_li
 def test_options_are_python_values_yes_and_no_or_text():
     found = optimizer.read_options(["betas=0.9,0.95", "nesterov=yes", "foreach=no", "mode=original", "eps=1e-6"])
     assert found == {"betas": (0.9, 0.95), "nesterov": True, "foreach": False, "mode": "original", "eps": 1e-6}
+    for words, value in (("true True on", True), ("false False off", False)):
+        assert [optimizer.read_options([f"maximize={word}"])["maximize"] for word in words.split()] == [value] * 3

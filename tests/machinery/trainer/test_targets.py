@@ -68,6 +68,7 @@ def test_labels_of_any_whole_type_give_the_loss_of_int64(kind):
 def test_a_label_156_in_uint8_counts():
     batch = torch.randn(3, 200), torch.tensor([156, 3, 156], dtype=torch.uint8)
     assert [losses.count_targets(criterion(flags), batch, 3) for flags in ("", "-ignore_index 156")] == [3, 1]
+    assert losses.count_targets(nn.NLLLoss(ignore_index=3), batch, 3) == 2, "a loss of one's own counts alike"
 
 
 @pytest.mark.parametrize("name", ["mse", "l1", "huber"])
