@@ -129,12 +129,6 @@ def test_the_pages_of_a_new_project_are_its_own_and_have_no_dead_link(fork):
         assert (fork / name).exists(), name
 
 
-def test_code_with_a_long_project_name_passes_ruff(fork):
-    ruff = str(Path(sys.executable).with_name("ruff"))
-    output_of(fork, ruff, "check", "--no-cache", ".")
-    output_of(fork, ruff, "format", "--no-cache", "--check", ".")
-
-
 def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
     command = "train.py -arch own_arch -dataset own_dataset -trainer own_trainer -epochs 1 -cpu 1"
     assert "finished:" in python(fork, *command.split())

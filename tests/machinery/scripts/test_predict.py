@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runs import lines, run
+from runs import run
 
 from lib import config
 from lib.utils.errors import UsageError
@@ -86,20 +86,6 @@ def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
     assert table.startswith(first["file"]) and f"{first['class']} {float(first['probability']):.4f}" in table
     [values] = predict.load(trained_run)([Image.open(moved / "dark" / "3.png")])  # the function for notebooks
     assert values == pytest.approx({name: float(first[name]) for name in values}, abs=1e-6)
-
-
-def test_images_of_any_size_are_resized_for_the_digits_model(tmp_path, capsys):
-    folder = run(tmp_path, "-cpu 1 -epochs 3 -model digits")
-    with np.load("data/digits.npz") as arrays:
-        chosen = np.flatnonzero(arrays["split"] == "val")
-        images, labels = arrays["images"][chosen], arrays["labels"][chosen]
-    for number, (image, label) in enumerate(zip(images, labels)):
-        pixels = np.round(image / 16 * 255).astype(np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{label}_{number}.png")
-    printed = json.loads(predictions(capsys, folder, tmp_path, "-format", "json", "-device", "cpu"))
-    right = sum(one["file"].rpartition("/")[2].split("_")[0] == one["class"] for one in printed)
-    accuracy = max(line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line)
-    assert len(printed) == len(labels) and right / len(labels) == pytest.approx(accuracy, abs=0.006)
 
 
 def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):

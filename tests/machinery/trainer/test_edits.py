@@ -277,8 +277,7 @@ def test_a_buffer_that_takes_another_shape_or_type_in_a_pass_is_refused_before_a
 
 
 def test_max_norm_is_refused_under_fsdp(refused):
-    model = lambda args: nn.Sequential(nn.Flatten(), nn.Embedding(4, 4, max_norm=1.0))  # noqa: E731
-    with plugins(arch={"bounded": model}):
+    with plugins(arch={"bounded": lambda args: nn.Sequential(nn.Flatten(), nn.Embedding(4, 4, max_norm=1.0))}):
         assert "max_norm of 1 changes weights" in refused(f"{FLAGS} -arch bounded -cpu 2 -parallel fsdp")
 
 
