@@ -42,7 +42,7 @@ def test_a_run_name_with_invalid_characters_is_refused(error_of):
 # Numbers
 
 
-@pytest.mark.parametrize(("place", "name"), enumerate(NUMBERS))
+@pytest.mark.parametrize(("place", "name"), [*enumerate(NUMBERS)])
 def test_an_invalid_number_is_refused_for_every_numeric_flag(place, name, error_of):
     """A third of the values for each flag, so each value for a third of the flags."""
     bad = NO_NUMBERS + ([] if name in ZERO_FITS else ["0", "-0", "0e5"])
