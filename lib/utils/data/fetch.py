@@ -122,8 +122,7 @@ def end_without_parent(parent: int, number: int) -> None:
 
 def describe(error: BaseException) -> str:
     """Return an exception's class and text, whatever its __str__ does, without its notes."""
-    lines = traceback.format_exception_only(error)
-    return next(line for line in lines if not line.startswith(" ")).strip()
+    return next(line for line in traceback.format_exception_only(error) if not line.startswith(" ")).strip()
 
 
 class Requests:
