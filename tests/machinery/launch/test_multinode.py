@@ -159,7 +159,7 @@ def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again
 
 @pytest.mark.parametrize("more", [{}, {"SLURM_JOB_ID": "7"}, {"PET_NNODES": "1:4"}])
 def test_each_command_of_torchrun_applies_reset_also_under_one_id(more, tmp_path, monkeypatch, caplog):
-    """Its agent tells commands apart; not where agents come and go, which is said."""
+    """By the agent that starts it; where agents come and go, -reset is not applied again, and a line says so."""
     usual = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_MAX_RESTARTS": "3"}
     for name, value in {**usual, **more}.items():
         monkeypatch.setenv(name, value)
