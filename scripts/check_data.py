@@ -14,8 +14,7 @@ from lib.utils import distributed, files, runtime, signals, watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
 from lib.utils.data import fetch, loader
-from lib.utils.data.fetch import stop_signals_blocked
-from lib.utils.data.options import MapDataset
+from lib.utils.data.fetch import MapDataset, stop_signals_blocked
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
 

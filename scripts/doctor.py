@@ -28,7 +28,7 @@ try:
     from lib.launch import environment, local
     from lib.utils import distributed, runtime
     from lib.utils.checkpoint import manager, resume, run_folder, state, weights
-    from lib.utils.data import loader, options
+    from lib.utils.data import fetch, loader
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError, printable
     from scripts import agent, check_data
@@ -158,7 +158,7 @@ def data(args) -> Findings:
     plan = resume.plan(args, {"samples": len(splits["train"])}, World(size=count, local_size=count), before)
     runtime.choose_threads(args, World(local_size=count), before.get("threads"))
     resume.check_flags(args, plan, past, before, splits)
-    for line in options.option(splits["train"], "log_lines", ()):
+    for line in fetch.option(splits["train"], "log_lines", ()):
         yield NOTE, line
     if args.check_data or hasattr(splits["train"], "sample_name"):  # files that people bring
         for number, text in check_data.find_faults(splits, World()).values():

@@ -21,6 +21,7 @@ from lib.utils.data import loader
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError, printable
+from scripts import other_weights
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,7 +74,7 @@ def place(run: Path, source: str | None) -> Path:
 def read(source: Path) -> dict[str, Tensor]:
     """The model's tensors by name. Raises shards.Damaged for a damaged checkpoint."""
     if source.is_file():
-        return weights.read(source)
+        return other_weights.read(source)
     manifest = state.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)

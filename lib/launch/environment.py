@@ -55,10 +55,8 @@ def export(args: Args) -> dict[str, str]:
 def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | None = None) -> dict[str, str]:
     """Return torchrun's variables for one process of a run, and gloo's network interface where it is known.
 
-    Args:
-        place: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
-        run_id: the same for all processes and restarts of a launch.
-        store: host and port of the rendezvous store; a single process needs none.
+    `place` has RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; `run_id` is the same for all processes and restarts
+    of a launch; `store` is host and port of the rendezvous store, which a single process does not need.
     """
     variables: dict[str, object] = {**place, "TORCHELASTIC_RUN_ID": run_id}
     if store:

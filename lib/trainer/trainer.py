@@ -478,8 +478,9 @@ class Trainer:
         tensors = [shards.local_part(tensor) for tensor in model_tensors(self.model).values()]
         kept = [tensor.to("cpu", copy=True) for tensor in tensors]
         try:
-            (self.folder / "best" / "weights.safetensors").stat()  # an OSError and no usage error if the disk is gone
-            weights.load_into(str(self.folder / "best"), self.model, whole=True, world=self.world)
+            file = self.folder / "best" / weights.FILE
+            file.stat()  # an OSError and no usage error if the disk is gone
+            weights.load_into(str(file), self.model, whole=True, world=self.world)
             with self.evaluated_weights():  # the best ones are now on the other side
                 yield
         finally:

@@ -23,7 +23,7 @@ def shipped(folder: str, names: str) -> list[str]:
 
 PLUGINS = [
     *shipped("lib/arch", "__init__ convnet gpt mlp resnet"),
-    *shipped("lib/dataset", "__init__ digits fake folder tokens"),
+    *shipped("lib/dataset", "__init__ digits fake folder tar tokens"),
     *shipped("lib/trainer", "__init__ ema trainer"),
 ]
 TESTS = shipped(

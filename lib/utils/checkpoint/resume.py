@@ -301,7 +301,7 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
 
     def read() -> tuple[str, dict[str, Tensor]]:
         try:
-            tensors = weights.read(file)
+            tensors = shards.read_weights(file)
         except (FileNotFoundError, shards.Damaged) as error:
             return str(error), {}
         return "", tensors if past.missing_on else {}

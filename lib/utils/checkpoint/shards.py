@@ -95,6 +95,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file. Raises Damaged if it is none, or a checksum in it is wrong."""
+    files.open_regular(path, "rb", follow=True).close()  # no pipe, which the library would wait for
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -149,7 +150,7 @@ def read(folder: Path, order: list[str], tensors: dict[str, Tensor]) -> None:
     for file in order:
         if not missing:
             return
-        files.open_regular(folder / file, "rb").close()  # no pipe, which the library would wait for
+        files.open_regular(folder / file, "rb").close()  # no pipe, as above
         with safe_open(folder / file, framework="pt") as blocks:
             starts = json.loads((blocks.metadata() or {}).get("starts", "{}"))
             for name in missing.keys() & blocks.keys():

@@ -11,19 +11,38 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from lib.utils import files, runtime, seeding, watchdog
-from lib.utils.data.options import MapDataset, has_whole_batches, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
 WORKERS = 8  # loader processes at most, without -workers
+
+
+class MapDataset(Protocol):
+    """What a dataset must have. torch's Dataset does not declare its length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+def option(dataset: Any, name: str, default: Any = None) -> Any:
+    """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
+    if isinstance(dataset, Subset) and name not in vars(dataset):
+        return option(dataset.dataset, name, default)
+    return getattr(dataset, name, default)
+
+
+def has_whole_batches(dataset: MapDataset) -> bool:
+    """Return whether a dataset gives a whole batch at once. Each Subset has __getitems__, too."""
+    return callable(option(dataset, "__getitems__"))
 
 
 class Fetcher:

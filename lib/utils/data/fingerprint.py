@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib.utils import distributed
 from lib.utils.data import fetch
-from lib.utils.data.options import MapDataset, option
+from lib.utils.data.fetch import MapDataset, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError

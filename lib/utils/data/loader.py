@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from lib.utils import seeding, watchdog
 from lib.utils.data import fetch, tensors
-from lib.utils.data.options import MapDataset, option
+from lib.utils.data.fetch import MapDataset, option
 from lib.utils.data.plan import MicroBatch, Plan, order, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError

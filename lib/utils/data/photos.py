@@ -1,6 +1,7 @@
 """Image files of any origin: found, and read upright, in 8 bits, decoded no larger than needed."""
 
 import errno
+import io
 import os
 import struct
 from collections import Counter
@@ -43,8 +44,8 @@ def describe(others: Counter[str]) -> str:
     return f"{others.total()} files are not read: {counts} (read are {' '.join(IMG_EXTENSIONS)})"
 
 
-def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
-    """Return what `use` makes of an image file.
+def read(file: str | Path, use: Callable[[Image.Image], Any], data: bytes | None = None) -> Any:
+    """Return what `use` makes of an image file, or of `data` that came from there.
 
     Raises what `use` raises for an image that can be decoded, or:
         UsageError: the content is no image that can be read.
@@ -52,13 +53,14 @@ def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
     """
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
     try:
-        with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
+        whole = files.open_regular(Path(file), "rb", follow=True) if data is None else io.BytesIO(data)
+        with whole as opened, Image.open(opened) as image:
             return use(image)
     except MemoryError:  # says nothing about the file
         raise
     except Exception as error:  # Pillow raises many kinds for bad content, none with a number
         if use is not _decode and not isinstance(error, UsageError):
-            read(file, _decode)  # raises if the content is at fault
+            read(file, _decode, data)  # raises if the content is at fault
             raise
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
@@ -77,14 +79,8 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
     A JPEG that was not read yet is decoded at 1/2, 1/4 or 1/8 of its size, if the part still has `size` pixels each
     way: a photo of 12 megapixels then takes a third of the time.
 
-    Args:
-        image: as Pillow opens it.
-        mode: "RGB" or "L" (grey).
-        size: in pixels.
-        box: a function from width and height of the upright image to the part. None: the whole.
-
-    Raises:
-        UsageError: the pixels' values have no known range.
+    `mode` is "RGB" or "L" (grey); `box` is a function from width and height of the upright image to the part (None:
+    the whole). Raises UsageError if the pixels' values have no known range.
     """
     if not isinstance(image, JpegImageFile):
         image.load()  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
@@ -102,15 +98,12 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
     if orientation:
         image.info.pop("exif", None)  # exif_transpose rewrites it, and it may be damaged
         ImageOps.exif_transpose(image, in_place=True)
-    image = _to_8_bits(image)
-    if image.has_transparency_data:  # the colours of transparent pixels are arbitrary
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     part = (left / scale, top / scale, right / scale, bottom / scale)
-    return image.convert(mode).resize((size, size), Image.Resampling.BILINEAR, part)
+    return to_8_bits(image).convert(mode).resize((size, size), Image.Resampling.BILINEAR, part)
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Return the image with values from 0 to 255: 16 bits are scaled. Raises UsageError if the range is unknown."""
+def to_8_bits(image: Image.Image) -> Image.Image:
+    """Return the image on white, with values from 0 to 255. Raises UsageError if the range of values is unknown."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         values = np.array(image)
         if 0 < values.max() < 4096:
@@ -122,6 +115,8 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         return Image.fromarray((values // 257).astype(np.uint8))
     if image.mode in ("I", "F", "LAB"):
         raise UsageError(f"mode {image.mode} has no range from black to white: save it as grey or RGB of 8 bits")
+    if image.has_transparency_data:  # the colours of transparent pixels are arbitrary
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image
 
 

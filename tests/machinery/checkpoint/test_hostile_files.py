@@ -190,14 +190,14 @@ def tree(folder: Path) -> dict[str, str]:
 def test_every_flipped_bit_of_a_weights_file_is_noticed(tmp_path):
     file = tmp_path / "x.safetensors"
     shards.write_weights(file, {"a.weight": runs.torch.randn(3), "b": runs.torch.tensor(True)})
-    good, found = file.read_bytes(), weights.read(file)
+    good, found = file.read_bytes(), shards.read_weights(file)
     assert runs.load_file(file).keys() == found.keys() == {"a.weight", "b"}
     for bit in range(8 * len(good)):
         data = bytearray(good)
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
         try:
-            same = runs.same_tensors(weights.read(file), found)
+            same = runs.same_tensors(shards.read_weights(file), found)
         except shards.Damaged as error:
             same = str(file) in str(error)
         assert same, f"bit {bit} of {bytes(good[bit // 8 : bit // 8 + 1])}"
@@ -211,7 +211,7 @@ def test_damaged_best_weights_are_named_by_all_who_read_them(damage, copy, finis
     damage(file)
     for call in (
         lambda: weights.load_into(str(copy), runs.norm_net(config.parse_args(["-num_classes", "4"]))),
-        lambda: (weights.find(copy), weights.read(file)),
+        lambda: (weights.find(copy), shards.read_weights(file)),
     ):
         with pytest.raises((UsageError, shards.Damaged), match=str(file)):
             call()

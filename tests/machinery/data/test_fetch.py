@@ -13,7 +13,7 @@ import torch
 from processes import ROOT
 from torch.utils.data import Dataset, Subset
 
-from lib.utils.data import fetch, options, tensors
+from lib.utils.data import fetch, tensors
 from lib.utils.data.fetch import Fetcher
 from lib.utils.data.plan import MicroBatch
 
@@ -88,16 +88,16 @@ def test_the_page_lists_all_optional_attributes_of_a_dataset():
     page = (ROOT / "docs" / "extending.md").read_text()
     table = page.partition("These attributes of a dataset are optional")[2].partition("`draws` holds")[0]
     listed = set(re.findall(r"^\| `(\w+)", table, re.M))
-    code = "".join(file.read_text() for file in Path(options.__file__).parent.glob("*.py"))
+    code = "".join(file.read_text() for file in Path(fetch.__file__).parent.glob("*.py"))
     assert listed >= set(re.findall(r'option\(.*, "(\w+)"', code)) >= {"on_device", "classes", "log_lines"}
 
 
 def test_a_part_of_a_dataset_has_the_attributes_of_the_whole_and_its_own():
     part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
-    assert options.has_whole_batches(part) and options.option(part, "on_device") is len
+    assert fetch.has_whole_batches(part) and fetch.option(part, "on_device") is len
     part.on_device = max
-    assert options.option(part, "on_device") is max and options.option(part, "classes") == "ab"
-    assert not options.has_whole_batches(Subset([1, 2], [0])) and not options.option([1], "classes", False)
+    assert fetch.option(part, "on_device") is max and fetch.option(part, "classes") == "ab"
+    assert not fetch.has_whole_batches(Subset([1, 2], [0])) and not fetch.option([1], "classes", False)
 
 
 @pytest.mark.parametrize(("free", "said"), [(1e6, ".* which has 1 MB free: docker run --shm-size.*"), (1 << 30, "")])

@@ -11,7 +11,7 @@ from processes import ROOT
 
 import train
 from lib import config
-from scripts import flags_page
+from scripts import flags_page, pack
 
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
@@ -24,10 +24,12 @@ def test_every_command_of_the_pages_has_a_known_form():
 
 def test_every_train_py_command_of_the_pages_can_be_parsed(tmp_path):
     make_photos(tmp_path / "photos")
+    pack.main([f"{tmp_path}/photos", "-o", f"{tmp_path}/shards"])
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     shapes = {
         r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml",
         r"-data (data/photos|DIR)": f"-data {tmp_path}/photos",
+        r"-data data/shards": f"-data {tmp_path}/shards",
         r"-data PATH": "-data lib",
         r"-image_size \S+": "",
     }

@@ -14,7 +14,7 @@ OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[
 NAME = "twenty-four-letter-names"
 NEW = ("arch", "dataset", "trainer")
 SLURM = [f"lib/launch/{name}" for name in ("slurm", "requeue")]
-SCRIPTS = [f"scripts/{name}" for name in ("track", "tensorboard_server", "debug", "evaluation")]
+SCRIPTS = [f"scripts/{name}" for name in ("track", "tensorboard_server", "debug", "evaluation", "other_weights")]
 LAYERS = "\n".join(
     f"    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # {n}" for n in range(55)
 )

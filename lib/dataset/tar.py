@@ -1,0 +1,83 @@
+"""Images in tar shards, as WebDataset names them: DATA/train*.tar, DATA/val*.tar and, if there, DATA/test*.tar.
+
+The files of one sample share their name up to the first dot: 17.jpg is the image, and 17.cls has its class number.
+scripts/tar_index.py finds out once where each lies; scripts/pack.py makes shards of class folders.
+"""
+
+import os
+import tarfile
+import zlib
+from pathlib import Path
+
+from torch.utils.data import Dataset
+
+from lib.dataset import folder
+from lib.dataset.folder import get_transform  # noqa: F401  # of predict.py and export.py
+from lib.utils.data import photos
+from lib.utils.errors import UsageError, printable
+from scripts import tar_index
+
+MOST_OPEN = 256  # shards at a time, of each process
+
+
+def add_args(parser):
+    parser.set_defaults(arch="resnet", channels=3, image_size=224)
+
+
+def describe(args) -> dict[str, int]:
+    """Return the number of classes: the lines of DATA/classes.txt, or else what the labels of train need."""
+    names = class_names(args.data)
+    return {"num_classes": len(names) or int(tar_index.open_index(args, "train")[0]["label"].max()) + 1}
+
+
+def get_dataset(args) -> dict[str, Dataset]:
+    """Return images (channels, image_size, image_size), uint8, and class numbers, as -dataset folder does.
+
+    Raises UsageError naming a shard that is missing, damaged or cut off, or a sample without an image or a class.
+    """
+    names = class_names(args.data) or [str(number) for number in range(args.num_classes)]
+    indexed = {split: tar_index.open_index(args, split) for split in ("train", "val", "test")}
+    return {split: Shards(args, split, names, *index) for split, index in indexed.items() if index[1]}
+
+
+def class_names(data: str) -> list[str]:
+    """Return the names of the classes, by their numbers; none without DATA/classes.txt."""
+    file = Path(data) / "classes.txt"
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+class Shards(folder.Images):
+    """The images of a split, each read from its shard when it is needed."""
+
+    def __init__(self, args, split: str, classes: list[str], rows, shards: list[Path]):
+        super().__init__([], classes, args, drawn=split == "train" and args.augment)
+        self.files, self.labels, self.shards = rows, rows["label"], shards
+        self.fingerprint = zlib.crc32(rows)  # sizes, places and classes of all images
+        self.opened: dict[int, int] = {}  # descriptors of this process, by the shard's number
+
+    def __getitem__(self, index):
+        """Return the image as a tensor, and its class number. Raises UsageError naming a file that is no image."""
+        offset, size, shard, label = self.files[index].tolist()
+        data = self.read(shard, offset, size)
+        return photos.read(self.sample_name(index), self.to_tensor, data), label
+
+    def __getstate__(self):
+        return {**vars(self), "opened": {}}
+
+    def read(self, shard: int, offset: int, size: int) -> bytes:
+        """Return bytes of a shard. Raises OSError, or UsageError if it has become shorter."""
+        if shard not in self.opened:
+            if len(self.opened) >= MOST_OPEN:
+                os.close(self.opened.pop(next(iter(self.opened))))
+            self.opened[shard] = os.open(self.shards[shard], os.O_RDONLY)
+        data = os.pread(self.opened[shard], size, offset)
+        if len(data) < size:
+            raise UsageError(f"{self.shards[shard]}: shorter than when its index was made")
+        return data
+
+    def sample_name(self, index: int) -> str:
+        """Return the shard and the name of a file in it, for lists of bad files."""
+        offset, _, shard, _ = self.files[index].tolist()
+        header = self.read(shard, offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
+        name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name  # a long one is cut off
+        return printable(f"{self.shards[shard].name}/{name}")

@@ -1,0 +1,246 @@
+"""-dataset tar and scripts/pack.py: shards of ours and as others make them, their index, damage, kills."""
+
+import io
+import multiprocessing
+import os
+import signal
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_data
+from PIL import Image
+from runs import run, same_tensors, weights
+
+from lib import config
+from lib.dataset import folder, tar
+from lib.utils.errors import UsageError
+from scripts import pack, predict, tar_index
+
+FLAGS = "-dataset tar -arch convnet -image_size 16 -batch_size 4 -epochs 2"
+
+
+def dataset(data, *flags):
+    return tar.get_dataset(config.parse_args([*FLAGS.split(), "-data", str(data), *flags]))
+
+
+def jpeg(shade: int = 90, size=(40, 30)) -> bytes:
+    written = io.BytesIO()
+    pixels = np.random.default_rng(shade).integers(0, 60, (*size[::-1], 3), dtype=np.uint8)
+    Image.fromarray(pixels + np.uint8(shade)).save(written, "JPEG")
+    return written.getvalue()
+
+
+def write(file: Path, members: dict, **options) -> None:
+    """Write a tar file: bytes by name; a TarInfo stands for itself."""
+    with tarfile.open(file, "w", **options) as opened:
+        for name, data in members.items():
+            member = data if isinstance(data, tarfile.TarInfo) else tarfile.TarInfo(name)
+            member.size = 0 if member is data else len(data)
+            opened.addfile(member, None if member is data else io.BytesIO(data))
+
+
+def pairs(count: int, start: int = 0, path: str = "") -> dict:
+    found = {}
+    for number in range(start, start + count):
+        found |= {
+            f"{path}{number:04d}.jpg": jpeg(number % 2 * 100),
+            f"{path}{number:04d}.cls": b"%d\n" % (number % 2),
+        }
+    return found
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three shards, of other programs: names of all lengths, folders, debris, and files that are not read."""
+    data = tmp_path / "shards"
+    (data / "val").mkdir(parents=True)
+    hidden = tarfile.TarInfo("part")
+    hidden.type = tarfile.DIRTYPE
+    write(data / "train-0.tar", pairs(5, path="./"), format=tarfile.GNU_FORMAT)
+    odd = {"part": hidden, "part/._9.jpg": b"x", "part/a.json": b"{}", "part/a.seg.png": b"x"}
+    write(data / "train-1.tar", odd | pairs(4, 10, f"part/{'long' * 50}"), format=tarfile.PAX_FORMAT)
+    write(data / "train-2.tar", pairs(3, 20, "part/" * 30), format=tarfile.GNU_FORMAT)
+    write(data / "val" / "0.tar", pairs(6))
+    return data
+
+
+def test_shards_of_other_programs_train_with_the_same_bits_everywhere(shards, tmp_path):
+    one = run(tmp_path / "out", f"{FLAGS} -data {shards} -micro_batch 2 -cpu 1 -threads 1 -model one")
+    three = run(tmp_path / "out", f"{FLAGS} -data {shards} -micro_batch 2 -cpu 3 -workers 1 -model three")
+    run(tmp_path / "out", f"{FLAGS} -data {shards} -micro_batch 2 -cpu 2 -model moved -limit_steps 4", wanted=75)
+    moved = shards.rename(tmp_path / "elsewhere")
+    stopped = run(tmp_path / "out", f"{FLAGS} -data {moved} -micro_batch 2 -cpu 1 -threads 1 -model moved")
+    assert same_tensors(weights(one), weights(three)) and same_tensors(weights(one), weights(stopped))
+
+
+def test_each_sample_is_what_its_files_say(shards):
+    parts = dataset(shards, "-augment", "no")
+    assert {name: len(part) for name, part in parts.items()} == {"train": 12, "val": 6}
+    assert [label for _, label in parts["train"]] == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0]
+    assert [bool(image.float().mean() > 80) for image, _ in parts["val"]] == [False, True] * 3
+    assert parts["train"].sample_name(0) == "train-0.tar/./0000.jpg" and parts["val"].classes == ["0", "1"]
+
+
+def changed(shards):
+    """The names of the index files, and when they were written."""
+    return {file: file.stat().st_mtime_ns for file in (shards / "index").glob("*.npy")}
+
+
+def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, monkeypatch):
+    config.parse_args([*FLAGS.split(), "-data", str(shards)])
+    before = changed(shards)
+    dataset(shards)
+    assert before.items() <= changed(shards).items() and len(changed(shards)) == 2
+    write(shards / "train-2.tar", pairs(9, 20))
+    assert len(dataset(shards)["train"]) == 18 and len(changed(shards)) == 3
+    monkeypatch.setattr(
+        Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "read-only", str(shards / "index")))
+    )
+    with pytest.raises(UsageError, match="give a -cache_dir"):
+        dataset(shards)
+    monkeypatch.undo()
+    assert len(dataset(shards, "-cache_dir", str(tmp_path / "cache"))["val"]) == 6
+
+
+def test_several_processes_make_one_index_and_a_kill_leaves_none(shards):
+    fork = multiprocessing.get_context("fork")
+    slow = fork.Process(
+        target=lambda: (setattr(tar_index, "find_images", lambda shard: time.sleep(60)), dataset(shards))
+    )
+    slow.start()
+    while not (shards / "index" / "train.lock").exists():
+        time.sleep(0.01)
+    os.kill(slow.pid, signal.SIGKILL)
+    slow.join()
+    assert not changed(shards)
+    children = [fork.Process(target=dataset, args=(shards,)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 4 and len(changed(shards)) == 2
+
+
+def link(name: str) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = tarfile.SYMTYPE, "0000.jpg"
+    return member
+
+
+FAULTS = {
+    "no image": ({"7.cls": b"1"}, "7 has no image .1 such"),
+    "no class": ({"7.jpg": jpeg(), "8.jpg": jpeg()}, "7 has no cls .2 such"),
+    "no number": ({"7.jpg": jpeg(), "7.cls": b"cat"}, "the class of 7 is no number: b'cat'"),
+    "two images": ({"7.jpg": jpeg(), "7.PNG": jpeg(), "7.cls": b"1"}, "two files are the image of 7"),
+    "a link": ({"7.jpg": link("7.jpg"), "7.cls": b"1"}, "7.jpg is a link or a sparse file"),
+}
+
+
+@pytest.mark.parametrize(("members", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_is_no_sample_is_one_line(shards, members, message):
+    write(shards / "train-3.tar", pairs(2) | members)
+    with pytest.raises(UsageError, match=rf"train-3.tar: {message}"):
+        dataset(shards)
+
+
+@pytest.mark.parametrize("how", ["in a file", "at a file", "in a header", "before the end", "compressed", "empty"])
+def test_a_damaged_shard_is_named(shards, how):
+    file = shards / "train-1.tar"
+    data = file.read_bytes()
+    end = len(data.rstrip(b"\0")) // 512 * 512 + 512
+    header = data.rindex(b"ustar") - 257
+    cut = {"in a file": end - 700, "at a file": header - 512, "before the end": end, "empty": 0}
+    broken = data[: cut[how]] if how in cut else data[:header] + b"?" * 200 + data[header + 200 :]
+    file.write_bytes(b"\x1f\x8b" + data if how == "compressed" else broken)
+    with pytest.raises(UsageError, match=r"train-1.tar: (damaged, cut off|\S+ has no)"):
+        dataset(shards)
+
+
+def test_a_shard_that_became_shorter_and_a_bad_image_are_named(shards, tmp_path):
+    part = dataset(shards)["train"]
+    (shards / "train-2.tar").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was made"):
+        part[11]
+    write(shards / "train-2.tar", pairs(2) | {"7.jpg": jpeg()[:500], "7.cls": b"1"})
+    with pytest.raises(UsageError, match=r"train-2.tar/7.jpg: not a readable image .*-skip_bad_files"):
+        dataset(shards)["train"][11]
+    run(tmp_path / "out", f"{FLAGS} -data {shards} -skip_bad_files -cpu 2")
+
+
+# scripts/pack.py
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Class folders with 12 photos, one of them turned and one with 16 bits."""
+    for split, count in (("train", 4), ("val", 2)):
+        for name in ("ant", "bee"):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for number in range(count):
+                tiny_data.image(tmp_path / "photos" / split / name / f"{number}.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(io.BytesIO(jpeg(9, (80, 60)))).save(tmp_path / "photos" / "val" / "ant" / "turned.jpg", exif=exif)
+    Image.fromarray(np.full((40, 40), 40000, np.uint16)).save(tmp_path / "photos" / "val" / "bee" / "deep.png")
+    return tmp_path / "photos"
+
+
+def read_all(folder: Path) -> dict:
+    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.*"))}
+
+
+def test_packed_photos_are_the_same_samples_and_the_same_bytes_each_time(photos, tmp_path):
+    for out in ("a", "b"):
+        assert pack.main([str(photos), "-o", str(tmp_path / out)]) == 0
+    assert read_all(tmp_path / "a") == read_all(tmp_path / "b")
+    flags = config.parse_args(["-dataset", "folder", "-data", str(photos), "-image_size", "16", "-augment", "no"])
+    for split, part in dataset(tmp_path / "a", "-augment", "no").items():
+        loose = folder.get_dataset(flags)[split]
+        both = [sorted((label, image.numpy().tobytes()) for image, label in some) for some in (part, loose)]
+        assert both[0] == both[1] and part.classes == ["ant", "bee"]
+    out = run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'a'} -cpu 1")
+    assert predict.load(str(out)) is not None
+
+
+def test_a_killed_pack_goes_on_and_leaves_no_half_of_a_shard(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(pack, "shard_count", lambda *_: 3)
+    assert pack.main([str(photos), "-o", str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(pack, "verify", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        child = multiprocessing.get_context("fork").Process(
+            target=pack.main, args=([str(photos), "-o", str(tmp_path / "cut")],)
+        )
+        child.start()
+        child.join()
+    assert child.exitcode == -signal.SIGKILL and list((tmp_path / "cut").glob("*.partial"))
+    assert pack.main([str(photos), "-o", str(tmp_path / "cut")]) == 0
+    assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole") and len(read_all(tmp_path / "cut")) == 7
+
+
+def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_path, monkeypatch, capsys):
+    pack.main([str(photos), "-o", str(tmp_path / "a")])
+    written = pack.write
+    with monkeypatch.context() as patch:
+        patch.setattr(pack, "write", lambda *given: [one ^ 1 for one in written(*given)])
+        with pytest.raises(SystemExit):
+            pack.main([str(photos), "-o", str(tmp_path / "b")])
+    assert "what was written is not what is there" in capsys.readouterr().err and not list(
+        (tmp_path / "b").glob("*.tar")
+    )
+    monkeypatch.setattr(pack, "shard_count", lambda *_: 2)
+    with pytest.raises(SystemExit):
+        pack.main([str(photos), "-o", str(tmp_path / "a")])
+    assert "take an empty folder" in capsys.readouterr().err
+
+
+def test_resized_photos_are_upright_and_in_8_bits(photos, tmp_path):
+    pack.main([str(photos), "-o", str(tmp_path / "a"), "-resize", "24"])
+    with tarfile.open(tmp_path / "a" / "val-00000-of-00001.tar") as opened:
+        images = [
+            Image.open(io.BytesIO(opened.extractfile(one).read())) for one in opened if one.name.endswith("jpg")
+        ]
+    assert sorted(image.size for image in images) == [(24, 24), (24, 32), (24, 32), (24, 32), (24, 32), (24, 32)]
+    assert 150 < np.array(next(image for image in images if image.size == (24, 24))).mean() < 160
