@@ -1,0 +1,182 @@
+"""How fast photos are read: -dataset folder, -dataset tar, and WebDataset's pipeline over the same shards.
+
+    uv pip install --group bench
+    python scripts/bench/reading.py [-photos 2000] [-workers 0 1 2] [-rounds 3] [-data DIR]
+
+A round reads all photos once in each way, in a random order of ways: "cold" after their pages were dropped from
+memory, "warm" right after that. "decoded": each photo becomes the tensor that a model sees, drawn as in training;
+"bytes": it is read only. The time counts from the first request to the last batch, without the start of processes.
+Figures are samples per second: medians and ranges over the rounds.
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import importlib.metadata
+import io
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import webdataset
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from lib import config
+from lib.dataset import folder, tar
+from lib.utils.data import fetch, plan
+from scripts import pack
+
+SIZE, BATCH = (500, 375), 64  # pixels of a photo; photos
+SHUFFLE = 1000  # samples in WebDataset's buffer, from which it draws
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-photos", type=int, default=2000, help="how many are made (2000)")
+    parser.add_argument(
+        "-workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of loader processes (0 1 2)"
+    )
+    parser.add_argument("-rounds", type=int, default=3, help="readings of each kind (3)")
+    parser.add_argument("-data", type=Path, help="where the photos are made (a temporary folder)")
+    options = parser.parse_args(argv)
+    print(describe(sys.argv[1:] if argv is None else argv))
+    with contextlib.ExitStack() as stack:
+        root = options.data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_photos(root / "photos", options.photos)
+        pack.main([str(root / "photos"), "-o", str(root / "shards"), "-shard_mb", "16"])
+        for workers in options.workers:
+            print(table(workers, measure(root, options.rounds, workers)), flush=True)
+    return 0
+
+
+def make_photos(place: Path, count: int) -> None:
+    """Make JPEGs of about 50 kB in ten classes, as many as are not there yet."""
+    for number in range(count):
+        file = place / "train" / f"class_{number % 10}" / f"{number:06d}.jpg"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            coarse = np.random.default_rng(number).integers(0, 256, (SIZE[1] // 5, SIZE[0] // 5, 3), dtype=np.uint8)
+            Image.fromarray(coarse).resize(SIZE, Image.Resampling.BICUBIC).save(file, quality=85)
+    for name in range(10):  # -dataset folder wants a val split
+        file = place / "val" / f"class_{name}" / "0.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", SIZE).save(file)
+
+
+def measure(root: Path, rounds: int, workers: int) -> dict[tuple[str, str, str], list[float]]:
+    """Return samples per second by way, work and state of the memory."""
+    ways = {"folder": read_ours, "tar": read_ours, "WebDataset": read_webdataset}
+    speeds: dict[tuple[str, str, str], list[float]] = {}
+    for _ in range(rounds):
+        cases = [(way, work) for way in ways for work in ("decoded", "bytes")]
+        for way, work in random.sample(cases, len(cases)):
+            for state in ("cold", "warm"):
+                if state == "cold":
+                    drop_pages(root)
+                speeds.setdefault((way, work, state), []).append(ways[way](root, way, work == "decoded", workers))
+    return speeds
+
+
+def flags(root: Path, way: str) -> config.Args:
+    data = root / ("shards" if way == "tar" else "photos")
+    return config.parse_args(["-dataset", "tar" if way == "tar" else "folder", "-data", str(data)])
+
+
+def read_ours(root: Path, way: str, decoded: bool, workers: int) -> float:
+    """Read as a run does: the micro-batches of an epoch in its order, by its loader's processes."""
+    args = flags(root, way)
+    data = (tar if way == "tar" else folder).get_dataset(args)["train"]
+    if not decoded:
+        data = Bytes(data)
+    order = plan.order(len(data), args.seed, epoch=0).tolist()
+    keys = [
+        plan.MicroBatch(step, 0, order[first : first + BATCH], BATCH, BATCH, 1, first=True, last=True)
+        for step, first in enumerate(range(0, len(order), BATCH))
+    ]
+    with contextlib.closing(fetch.Fetcher(data, args.seed, workers, pin=False)) as fetcher:
+        return speed((batch for _, batch in fetcher(0, keys)), len(data))
+
+
+class Bytes(torch.utils.data.Dataset):
+    """The size and the class of each photo of a dataset, whose file is read and not decoded."""
+
+    def __init__(self, data: folder.Images):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        if isinstance(self.data, tar.Shards):
+            offset, size, shard, label = self.data.files[index].tolist()
+            return len(self.data.read(shard, offset, size)), label
+        file, label = self.data.files[index]
+        return len(Path(file).read_bytes()), label
+
+
+def read_webdataset(root: Path, way: str, decoded: bool, workers: int) -> float:
+    """Read from front to back, shuffled in a buffer, as WebDataset's pages do for training."""
+    data = folder.Images([], [], flags(root, "folder"), drawn=True)
+    image = functools.partial(decode, data.to_tensor) if decoded else len
+    shards = sorted(map(str, (root / "shards").glob("train*.tar")))
+    samples = webdataset.WebDataset(shards, shardshuffle=len(shards), empty_check=False, seed=0).shuffle(SHUFFLE)
+    pairs = samples.to_tuple("jpg", "cls").map_tuple(image, int).batched(BATCH)
+    loader = webdataset.WebLoader(pairs, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+    count = len(folder.get_dataset(flags(root, "folder"))["train"])
+    return speed(iter(loader), count)
+
+
+def decode(to_tensor, data: bytes) -> torch.Tensor:
+    with Image.open(io.BytesIO(data)) as image:
+        return to_tensor(image)
+
+
+def speed(batches: Iterator, count: int) -> float:
+    """Return how many samples a second come. Raises RuntimeError if they are not `count`."""
+    began, found = time.perf_counter(), 0
+    for _, labels in batches:
+        found += len(labels)
+    if found != count:
+        raise RuntimeError(f"{found} of {count} samples came")
+    return count / (time.perf_counter() - began)
+
+
+def drop_pages(root: Path) -> None:
+    """Let the system forget what it has of these files in memory."""
+    os.sync()
+    for file in [*root.rglob("*.jpg"), *root.rglob("*.tar")]:
+        number = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def describe(words: list[str]) -> str:
+    command = " ".join(["python scripts/bench/reading.py", *words])
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "pillow", "webdataset"))
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+    return f"`{command}` on {datetime.date.today()}, {machine}."
+
+
+def table(workers: int, speeds: dict[tuple[str, str, str], list[float]]) -> str:
+    columns = [(work, state) for work in ("decoded", "bytes") for state in ("warm", "cold")]
+    lines = [f"\n{workers} loader processes, samples/s\n"]
+    lines += ["| | " + " | ".join(f"{work}, {state}" for work, state in columns) + " |", "| --- " * 5 + "|"]
+    for way in dict.fromkeys(way for way, _, _ in speeds):
+        cells = [speeds[way, work, state] for work, state in columns]
+        texts = [f"{statistics.median(one):,.0f} ({min(one):,.0f} to {max(one):,.0f})" for one in cells]
+        lines.append(f"| {way} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
