@@ -257,10 +257,18 @@ class OddBuffer(nn.Module):
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-@pytest.mark.parametrize("made", [torch.zeros(1).expand(4), torch.eye(4).to_sparse()], ids=["expanded", "sparse"])
-def test_sparse_and_expanded_buffers_are_refused_by_name(made, cpu, refused):
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (torch.zeros(1).expand(4), "the buffer mask is sparse or expanded"),
+        (torch.eye(4).to_sparse(), "the buffer mask is sparse or expanded"),
+        (torch.zeros(2, dtype=torch.complex64), "mask is of torch.complex64"),
+    ],
+    ids=["expanded", "sparse", "complex"],
+)
+def test_buffers_that_no_checkpoint_can_hold_are_refused_by_name(made, message, cpu, refused):
     with plugins(arch={"odd": lambda args: OddBuffer(made)}):
-        assert "the buffer mask is sparse or expanded" in refused(f"{FLAGS} -arch odd -cpu {cpu}")
+        assert message in refused(f"{FLAGS} -arch odd -cpu {cpu}")
 
 
 class Fills(OddBuffer):
