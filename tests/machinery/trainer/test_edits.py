@@ -121,6 +121,20 @@ class HalvesRate(trainer.Trainer):
             group["lr"] *= 0.5
 
 
+class Distils(trainer.Trainer):
+    """Has a copy of the model as its teacher."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def training_step(self, batch):
+        outputs = self.model(batch[0])
+        with torch.no_grad():
+            wanted = self.teacher(batch[0])
+        return self.loss(outputs, batch[1]) + (outputs - wanted).square().mean()
+
+
 EDITS = {
     "step": OwnStep,
     "halves": HalvesRate,
@@ -130,6 +144,7 @@ EDITS = {
     "plateau": Plateau,
     "own": OwnSchedule,
     "frozen": FrozenNorm,
+    "distils": Distils,
 }
 
 
@@ -461,7 +476,7 @@ class Restarts(trainer.Trainer):
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        side = nn.Linear(4, 4)
+        side = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.sides = nn.ModuleDict(
             {"one": nn.parallel.DistributedDataParallel(side) if self.world.size > 1 else side}
         )
@@ -660,32 +675,10 @@ def test_figures_that_differ_between_the_ranks_are_refused_and_the_training_is_s
     assert names(tmp_path / "both")[0].endswith("_step_4")
 
 
-class Distils(trainer.Trainer):
-    """Has a copy of the model as its teacher."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
-
-    def training_step(self, batch):
-        outputs = self.model(batch[0])
-        with torch.no_grad():
-            wanted = self.teacher(batch[0])
-        return self.loss(outputs, batch[1]) + (outputs - wanted).square().mean()
-
-
 class DistilsWhole(Distils):
     def __init__(self, *parts):
         super().__init__(*parts)
         self.teacher.requires_grad_(True)
-
-
-@pytest.mark.parametrize("edit", [Distils, DistilsWhole])
-@pytest.mark.parametrize("engine", ["", "-deterministic no"])
-def test_a_copy_of_the_model_is_a_teacher(edit, engine, tmp_path):
-    with plugins(trainer={"edit": edit}, arch={"plain": plain_net}):
-        flags = f"{FLAGS} -trainer edit -arch plain {engine}"
-        assert close(*(run(tmp_path, f"{flags} -cpu {n} -model of{n}") for n in (1, 2)))
 
 
 def compiled_net(args):
@@ -838,8 +831,8 @@ def close(one, other) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
-@pytest.mark.parametrize("edit", [SecondModule, ThawsUnderDDP])
-def test_modules_and_layers_that_ddp_does_not_know_are_summed(edit, tmp_path):
+@pytest.mark.parametrize("edit", [SecondModule, ThawsUnderDDP, Distils, DistilsWhole])
+def test_modules_and_layers_that_ddp_does_not_know_are_summed_and_a_copy_of_the_model_is_a_teacher(edit, tmp_path):
     with plugins(trainer={"edit": edit}, arch={"frozen": frozen_net, "plain": plain_net}):
         flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is ThawsUnderDDP else 'plain'}"
         both = run(tmp_path, f"{flags} -model both")
