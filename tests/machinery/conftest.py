@@ -47,6 +47,21 @@ def no_fsync(monkeypatch):
 
 
 @pytest.fixture
+def script_error(capsys):
+    """A function that returns the one line in which a script refuses its arguments."""
+
+    def error_of(script, *args) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            script.main([str(arg) for arg in args])
+        said, name = capsys.readouterr().err, script.__name__.rpartition(".")[2]
+        assert end.value.code == 2 and said.startswith(f"{name}.py: ") and said.count("\n") == 1
+        return said
+
+    return error_of
+
+
+@pytest.fixture
 def error_of(tmp_path, capsys):
     """A function that returns the error of a command line."""
     return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)

@@ -51,13 +51,16 @@ class Thaws(trainer.Trainer):
 
 
 class EvaluatesInBetween(trainer.Trainer):
-    """Validates every second step."""
+    """Validates every second step, and has a metric of its own."""
 
     def optimizer_step(self):
         norm = super().optimizer_step()
         if self.state.step % 2:
             self.log_scalar("between", self.evaluate("val")["loss"])
         return norm
+
+    def metric_sums(self, outputs, targets):
+        return {**super().metric_sums(outputs, targets), "sure": outputs.softmax(1).amax(1).sum()}
 
 
 class CountsInGroup(torch.optim.AdamW):
@@ -151,11 +154,15 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, plain, tmp_path):
     with plugins(trainer={edit: EDITS[edit]}):
-        flags = f"{FLAGS} -trainer {edit}"
+        flags = f"{FLAGS} -trainer {edit} -train_metrics"
         alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
         assert same_tensors(weights(alone), plain) == (edit == "between"), "all others have an effect"
         last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
         assert edit != "step" or last == pytest.approx(1e-6), "it follows the schedule"
+        sure = {name: one for line in lines(alone) for name, one in line.items() if name.endswith("/sure")}
+        if edit == "between":
+            assert {"train/sure", "val/sure", "test/sure"} <= sure.keys() and min(sure.values()) > 0.25
+            assert max(sure.values()) < 1, "a mean over the samples"
         assert bits(run(tmp_path, f"{flags} -cpu 3 -model three")) == bits(alone)
         for limit, processes in ((3, 2), (6, 3)):
             run(tmp_path, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
@@ -690,21 +697,6 @@ def test_a_model_that_get_model_compiles_has_its_own_names_and_signature(tmp_pat
         for more in ("-cpu 1", "-cpu 2 -deterministic no"):
             both = [run(tmp_path, f"{FLAGS} -arch {n} {more} -model {n}{more[5]}") for n in ("compiled", "plain")]
             assert weights(both[0]).keys() == weights(both[1]).keys() and close(*both)
-
-
-class Measures(trainer.Trainer):
-    """Has a metric of its own."""
-
-    def metric_sums(self, outputs, targets):
-        return {**super().metric_sums(outputs, targets), "sure": outputs.softmax(1).amax(1).sum()}
-
-
-def test_a_metric_of_its_own_is_a_hook_for_training_and_evaluation(tmp_path):
-    with plugins(trainer={"measures": Measures}):
-        found = [run(tmp_path, f"{FLAGS} -trainer measures -train_metrics -cpu {n} -model of{n}") for n in (1, 2)]
-    test = [outcome(folder)["test"] for folder in found]
-    assert test[0] == test[1] and 0.25 < test[0]["sure"] < 1 and test[0].keys() >= {"accuracy", "f1"}
-    assert any(0.25 < line.get("train/sure", 0) < 1 for line in lines(found[0]))
 
 
 class Parts(trainer.Trainer):
