@@ -119,6 +119,7 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
         ):
             assert train.main([*f"{FLAGS} -eval {flags} -out {tmp_path}".split()]) == 2
             assert message in capfd.readouterr().err
+    assert not (folder / "eval.json").exists()
 
 
 def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
