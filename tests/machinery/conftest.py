@@ -11,7 +11,7 @@ from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 # Only in ./scripts/test.sh --all: files whose tests take long or need Slurm or etcd; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
 # or an optional package. .ci/run runs all others before it installs these.
-SLOW_FILES = """chaos check_resume cluster_scripts completion curves doctor elastic export failing_disks gpu
+SLOW_FILES = """chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
     kubernetes multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
 LONGEST = """page_files page_commands slurm elastic stops sweep gpu trackers check_resume chaos new launch parallel
@@ -44,6 +44,21 @@ def is_slow(item) -> bool:
 def no_fsync(monkeypatch):
     """Do not wait for the disk: the effect of fsync is tested on a model of a disk."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def script_error(capsys):
+    """A function that returns the one line in which a script refuses its arguments."""
+
+    def error_of(script, *args) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            script.main([str(arg) for arg in args])
+        said, name = capsys.readouterr().err, script.__name__.rpartition(".")[2]
+        assert end.value.code == 2 and said.startswith(f"{name}.py: ") and said.count("\n") == 1
+        return said
+
+    return error_of
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import re
 import pytest
 import saves
 import torch
-from runs import norm_net, plugins, run
+from runs import run
 from safetensors.torch import load_file, save_file
 from saves import SMALL, names
 
@@ -39,16 +39,6 @@ def test_checkpoints_with_values_that_are_not_finite_are_refused_unless_allowed(
         line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
         assert "5.bias" in line and "not finite" in line and "-allow_change nan" in line
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
-
-
-def test_a_dtype_that_safetensors_lacks_is_refused_before_the_first_step(refused):
-    def with_phase(args):
-        model = norm_net(args)
-        model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
-        return model
-
-    with plugins(arch={"odd": with_phase}):
-        assert "phase is of torch.complex64" in refused(f"{SMALL} -arch odd")
 
 
 class Odd(torch.optim.SGD):

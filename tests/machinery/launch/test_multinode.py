@@ -21,19 +21,27 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 # Nodes with a disk of their own
 
 
-def _give_each_process_a_disk(monkeypatch, patience=0.0):
-    """Make every process a node with a folder OUT/nodeR of its own."""
+def _set_flags_by_rank(monkeypatch, change):
+    """Make every process call change(rank, args), which returns flags for this rank, before it runs."""
     real = train.train
 
-    def run_on_node(args):
-        rank = int(os.environ["RANK"])
-        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    def differing(args):
         mine = config.Args()
-        vars(mine).update({**vars(args), "out": f"{args.out}/node{rank}"})
+        vars(mine).update({**vars(args), **(change(int(os.environ["RANK"]), args) or {})})
         return real(mine)
 
-    monkeypatch.setattr(train, "train", run_on_node)
-    monkeypatch.setattr(run_folder, "PATIENCE_S", patience)
+    monkeypatch.setattr(train, "train", differing)
+
+
+def _give_each_process_a_disk(monkeypatch):
+    """Make every process a node with a folder OUT/nodeR of its own."""
+
+    def node(rank, args):
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        return {"out": f"{args.out}/node{rank}"}
+
+    _set_flags_by_rank(monkeypatch, node)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", 0.0)
 
 
 def _run_on_nodes(out, flags, wanted=0):
@@ -122,21 +130,9 @@ def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
 # Nodes whose torchrun got no id, or other flags
 
 
-def _set_flags_by_rank(monkeypatch, change):
-    """Make every process call change(rank), which returns flags for this rank, before it runs."""
-    real = train.train
-
-    def differing(args):
-        mine = config.Args()
-        vars(mine).update({**vars(args), **(change(int(os.environ["RANK"])) or {})})
-        return real(mine)
-
-    monkeypatch.setattr(train, "train", differing)
-
-
 def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again(tmp_path, monkeypatch):
     """This happens under torchrun on several nodes without --rdzv-id; the first start fails on the other node."""
-    _set_flags_by_rank(monkeypatch, lambda rank: os.environ.update(TORCHELASTIC_RUN_ID=f"node{rank}-1"))
+    _set_flags_by_rank(monkeypatch, lambda rank, args: os.environ.update(TORCHELASTIC_RUN_ID=f"node{rank}-1"))
     real = trainer.Trainer.after_step
 
     def failing(self):
@@ -173,7 +169,7 @@ def test_each_command_of_torchrun_applies_reset_also_under_one_id(more, tmp_path
 
 def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path, monkeypatch, refused):
     """Only folders and devices may differ between nodes."""
-    _set_flags_by_rank(monkeypatch, lambda rank: {"lr_start": 0.5, "out": f"{tmp_path}/own"} if rank == 1 else None)
+    _set_flags_by_rank(monkeypatch, lambda rank, args: {"lr_start": 0.5, "out": f"{tmp_path}/own"} if rank else {})
     message = refused(f"{SMALL} -cpu 3")
     assert message == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
     assert not list(tmp_path.iterdir()), "something was written"

@@ -1,5 +1,6 @@
-"""Sums over ranks and metrics.jsonl: exact, correct after a resume, and safe on a full disk."""
+"""Sums over ranks, F1 and metrics.jsonl: exact, correct after a resume, and safe on a full disk."""
 
+import inspect
 import json
 import math
 import resource
@@ -9,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
+from sklearn.metrics import f1_score
+from torch import nn
 
 from lib.utils.compat.metrics_tracker import MetricsTracker
+from lib.utils.distributed import World
 from lib.utils.monitoring import metrics
+from lib.utils.monitoring.logger import Logger, NoLogger
 
 
 def test_sums_are_exact_for_numbers_and_tensors_of_any_dtype():
@@ -158,3 +163,48 @@ def test_a_full_disk_gives_a_warning_and_leaves_no_incomplete_line(tmp_path, cap
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == sorted(set(steps)) and steps[-1] == 20
     assert f"cannot write {path}" in caplog.text
+
+
+# The answers of a classifier
+
+
+def test_answers_are_counted_by_class():
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), 3, World())
+    targets, given = torch.tensor([0, 1, 2, 1, -100, 255]), torch.tensor([0, 2, 2, 1, 1, 1])
+    for count in (6, 0):  # a batch of padding counts nothing, nor does a target out of range
+        answers.add(targets, nn.functional.one_hot(given, 3).float(), count)
+    assert answers.counts.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
+    answers.reset()
+    assert not answers.counts.any(), "nothing was evaluated since"
+    for ignored in (0, 2):  # a class of -ignore_index
+        answers = metrics.Predictions(nn.CrossEntropyLoss(ignore_index=ignored), 3, World())
+        answers.add(targets, nn.functional.one_hot(given, 3).float(), 6)
+        assert not answers.counts[ignored].any() and answers.counts.sum() == 3
+
+
+def test_float_targets_are_not_taken_for_classes():
+    """A model with one output that computes the loss of a regression itself has such targets."""
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), 1, World())
+    answers.add(torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
+    assert answers.figures() == {} and not answers.counts.any()
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int64])
+@pytest.mark.parametrize("classes", [12, 17, 100])
+def test_f1_is_that_of_scikit_learn_for_labels_of_any_type(kind, classes):
+    targets = torch.randint(classes - 1, (3 * classes,))  # no sample is of the last class
+    outputs = torch.randn(len(targets), classes) + 3 * nn.functional.one_hot(targets, classes)
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), classes, World())
+    answers.add(targets.to(kind), outputs, len(targets))
+    assert answers.figures() == {"f1": pytest.approx(f1_score(targets, outputs.argmax(1), average="macro"))}
+
+
+# The logger, and the one that does nothing
+
+
+def methods(kind):
+    return {name: inspect.signature(each) for name, each in vars(kind).items() if not name.startswith("_")}
+
+
+def test_what_does_nothing_has_the_methods_of_the_real_one():
+    assert methods(NoLogger) == methods(Logger) != {}

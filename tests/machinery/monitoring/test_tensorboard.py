@@ -1,18 +1,19 @@
-"""TensorBoard's event files are read back, and the server of -tb is tested."""
+"""The server of -tb, which shows the figures and the flags of all runs."""
 
 import errno
 import json
-import math
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import urllib.parse
 import urllib.request
 
-from processes import address_in, until
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
+import pytest
+from processes import CLEAN, ROOT, address_in, until
+from runs import lines
 
 from lib import config
 from lib.utils.checkpoint.state import State
@@ -27,30 +28,6 @@ def new_logger(folder, start_step=0, flags=""):
 
 def log_loss(logger, step, loss=0.5):
     logger.log_evaluation(State(step=step, epoch=1), "val", {"loss": loss})
-
-
-def read_events(folder):
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    return events.Reload()
-
-
-def test_an_event_file_has_scalars_and_hparams(tmp_path):
-    logger = new_logger(tmp_path, flags="-lr_start 0.1 -image_size 300")
-    log_loss(logger, 10)
-    log_loss(logger, 11, math.nan)
-    events = read_events(tmp_path)  # before close, as after kill -9
-    logger.close()
-
-    assert events.Tags()["scalars"] == ["val/loss"]
-    first, second = events.Scalars("val/loss")
-    assert (first.step, first.value, second.step) == (10, 0.5, 11) and math.isnan(second.value)
-
-    events = read_events(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-    content = events.PluginTagToContent("hparams")
-    start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
-    assert start.hparams["lr_start"].number_value == 0.1 and start.hparams["image_size"].number_value == 300
-    assert start.hparams["fp16"].string_value == "False" and "workers" not in start.hparams
 
 
 def fetch(address, path=""):
@@ -81,6 +58,7 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     experiment = json.loads(fetch(address, "data/plugin/hparams/experiment?request=%7B%7D"))
     names = [one["name"] for one in experiment["hparamInfos"]]
     assert names[0] == "lr_start" and "arch" in names, "the flags of all runs, those that differ first"
+    assert "workers" not in names, "it does not change the result"
     assert experiment["hparamInfos"][0]["type"] == "DATA_TYPE_FLOAT64"
     assert "val/loss" in [one["name"]["tag"] for one in experiment["metricInfos"]]
 
@@ -89,3 +67,38 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     until(lambda: is_refused(other))
     assert first.communicate() == ("", None), "no request is logged"
     assert is_refused(address)
+
+
+def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step(start, tmp_path):
+    flags = ("-log_every", 1, "-save_every", "7steps")
+    fault = {"do": "send_signal", "signal": "SIGKILL", "step": 33}  # the newest checkpoint is that of step 28
+    assert start("killed", *flags, cpu=1, fault=fault).wait() == -signal.SIGKILL
+    assert start("killed", *flags, cpu=1).wait() == 0
+    figures = figures_of(tmp_path / "out" / "killed")
+    assert [step for step, _ in figures["train/loss"]] == [*range(1, 61)]
+
+    command = [sys.executable, "scripts/tensorboard_server.py", str(tmp_path / "out")]
+    with subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = f"{address_in(server.stdout.readline())}data/plugin/scalars/"
+            until(
+                lambda: json.loads(fetch(address, "tags")).get("killed", {}).keys() == figures.keys()
+            )  # all is read
+            assert figures.keys() > {"train/loss", "val/accuracy", "test/loss", "perf/memory"}
+            for tag, points in figures.items():
+                query = urllib.parse.urlencode({"run": "killed", "tag": tag})
+                served = json.loads(fetch(address, f"scalars?{query}"))
+                assert [tuple(point[1:]) for point in served] == [
+                    (step, pytest.approx(value)) for step, value in points
+                ]
+        finally:
+            server.terminate()
+
+
+def figures_of(folder) -> dict[str, list[tuple[int, float]]]:
+    """The steps and values of each figure in a run's metrics.jsonl."""
+    figures = {}
+    for line in lines(folder):
+        for tag in line.keys() - {"step", "epoch", "samples"}:
+            figures.setdefault(tag, []).append((line["step"], line[tag]))
+    return figures

@@ -45,17 +45,9 @@ def test_bytes_are_tokens_without_a_package(texts, tmp_path, monkeypatch, capsys
 
 
 @pytest.fixture
-def refused(tmp_path, capsys):
+def refused(tmp_path, script_error):
     """A function that returns the one-line error of make_tokens.py."""
-
-    def error_of(*args) -> str:
-        with pytest.raises(SystemExit) as end:
-            make_tokens.main([*map(str, args), "-o", str(tmp_path / "tokens")])
-        message = capsys.readouterr().err
-        assert end.value.code == 2 and message.startswith("make_tokens.py: ") and message.count("\n") == 1
-        return message
-
-    return error_of
+    return lambda *args: script_error(make_tokens, *args, "-o", tmp_path / "tokens")
 
 
 def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_path, monkeypatch, refused):
@@ -90,7 +82,7 @@ def test_no_character_is_cut_between_train_and_val(tmp_path):
 
 
 @TOKENIZERS
-def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, capsys):
+def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, refused):
     import tokenizers
 
     out, other = tmp_path / "tokens", tmp_path / "other"
@@ -113,7 +105,4 @@ def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path,
     tokenizer.save(str(tmp_path / "padded.json"))
     assert make_tokens.main([str(texts), "-tokenizer", str(tmp_path / "padded.json"), "-o", str(other)]) == 0
     assert all_tokens(other) == all_tokens(out)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        make_tokens.main([str(texts), "-tokenizer", str(texts / "second.md")])
-    assert "second.md: not a tokenizer.json" in capsys.readouterr().err
+    assert "second.md: not a tokenizer.json" in refused(texts, "-tokenizer", texts / "second.md")

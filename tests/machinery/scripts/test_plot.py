@@ -37,16 +37,8 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
     assert legend == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
 
 
-def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path, capsys, monkeypatch):
-    def refused(*args):
-        with pytest.raises(SystemExit) as end:
-            plot.main([str(arg) for arg in args])
-        assert end.value.code == 2
-        legend = capsys.readouterr().err
-        assert len(legend.splitlines()) == 1
-        return legend
-
-    assert "no figures there" in refused(tmp_path)
-    assert "one of .png, .svg, .pdf" in refused(two_runs[0], "-o", tmp_path / "x.gif")
+def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path, script_error, monkeypatch):
+    assert "no figures there" in script_error(plot, tmp_path)
+    assert "one of .png, .svg, .pdf" in script_error(plot, two_runs[0], "-o", tmp_path / "x.gif")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs matplotlib: uv pip" in refused(two_runs[0], "-o", tmp_path / "x.png")
+    assert "needs matplotlib: uv pip" in script_error(plot, two_runs[0], "-o", tmp_path / "x.png")

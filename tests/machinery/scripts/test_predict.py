@@ -50,15 +50,6 @@ def predictions(capsys, *args) -> str:
     return capsys.readouterr().out
 
 
-def refused(capsys, *args) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        predict.main([str(arg) for arg in args])
-    text = capsys.readouterr().err
-    assert end.value.code == 2 and text.startswith("predict.py: ") and len(text.splitlines()) == 1
-    return text
-
-
 def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
     photos, trained_run, tmp_path, capsys, monkeypatch
 ):
@@ -88,7 +79,7 @@ def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
     assert values == pytest.approx({name: float(first[name]) for name in values}, abs=1e-6)
 
 
-def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
+def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys, script_error):
     (tmp_path / "text").write_text("abcdefghijklmnopqrstuvwxyz\n" * 400)
     flags = f"-dataset tokens -data {tmp_path / 'text'} -tokens_length 16 -tokens_samples 512"
     folder = run(tmp_path, f"{flags} -gpt_depth 1 -gpt_width 32 -gpt_heads 2 -cpu 1 -epochs 2 -model letters")
@@ -100,7 +91,7 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
     assert "\\n" in printed[0] and sum(value for value in list(printed[0].values())[3:]) == pytest.approx(1, abs=1e-4)
     answer = predict.load(folder)
     assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"])], "texts of other lengths"
-    assert "an empty text" in refused(capsys, folder, "-text", "")
+    assert "an empty text" in script_error(predict, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
     assert predict.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
     assert "takes no images" in capsys.readouterr().out

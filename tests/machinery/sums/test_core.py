@@ -8,6 +8,7 @@ import torch
 from command_line import parsed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import top_k_accuracy_score
 from torch import nn
 
 from lib.core import loss as losses
@@ -165,6 +166,9 @@ def test_losses_and_accuracy_are_those_of_torch():
     torch.testing.assert_close(loss(outputs, labels), theirs)  # ours is a sum, divided
     assert losses.metric_sums(loss, outputs, labels) == {"accuracy": (outputs.argmax(1) == labels).sum()}
     assert losses.metric_sums(loss, outputs, outputs.softmax(1)) == {}
+    outputs_12, labels_12 = torch.randn(40, 12), torch.randint(12, (40,))
+    top5 = top_k_accuracy_score(labels_12, outputs_12, k=5, labels=range(12))
+    assert losses.metric_sums(loss, outputs_12, labels_12)["top5"] == pytest.approx(40 * top5)
     for name, theirs in {"mse": "mse_loss", "l1": "l1_loss", "huber": "huber_loss"}.items():
         loss = losses.get_loss(parsed(f"-loss {name} -label_smoothing 0.2"))
         assert torch.equal(loss(outputs, 2 * outputs), getattr(nn.functional, theirs)(outputs, 2 * outputs))

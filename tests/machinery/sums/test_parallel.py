@@ -1,7 +1,5 @@
 """DDP, FSDP2 and one process train alike and load each other's checkpoints, with any usual model."""
 
-import functools
-import math
 import multiprocessing
 import os
 import shutil
@@ -10,9 +8,7 @@ import types
 import needs
 import pytest
 import torch
-import torchvision
 from nets import NET, BlocksNet
-from ranks import on_ranks
 from runs import few, norm_net, plugins, run, same_tensors, weights
 from saves import bits
 from torch import nn
@@ -102,9 +98,11 @@ def test_all_ranks_begin_with_the_values_of_rank_0(tmp_path):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 4 + int(os.environ["RANK"])))
 
     with plugins(arch={"shifted": shifted_net, "wider": wider_net}):
-        runs = [run(tmp_path, f"{NORM} -arch shifted -cpu {size} -model on_{size}") for size in (1, 2)]
+        for more in ("-parallel ddp", "-parallel fsdp"):
+            flags = f"{NORM} -arch shifted {more} -model {more[-4:]}"
+            runs = [run(tmp_path, f"{flags}_{size} -cpu {size}") for size in (1, 2)]
+            assert bits(runs[0]) == bits(runs[1])
         run(tmp_path, f"{NORM} -arch wider -cpu 2 -model wider", wanted=1)
-    assert bits(runs[0]) == bits(runs[1])
 
 
 def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential():
@@ -128,59 +126,3 @@ def test_an_arch_may_define_its_own_blocks():
     arch = types.SimpleNamespace(get_blocks=lambda model: [model.inner, model.head])
     parallel.wrap(net, RECOMPUTE, World(), arch=arch)
     assert [module for module in net.modules() if module.forward != before[module]] == [net.inner, net.head]
-
-
-# With FSDP a model starts with the same values as if it were built without
-
-
-class Odd(nn.Module):
-    """Tied, frozen and scaled parameters, constants, a padding row, an orthogonal matrix, a bf16 layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(11, 6, padding_idx=2)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.tokens.weight
-        self.register_buffer("constant", torch.tensor([1.0, math.pi]))
-        self.register_buffer("table", torch.outer(torch.arange(5).float(), torch.ones(3)).cos(), persistent=False)
-        self.register_buffer("empty", torch.zeros(0, 3))
-        self.square = nn.Linear(4, 4)
-        nn.init.orthogonal_(self.square.weight)
-        self.scale = nn.Parameter(torch.randn(3) * 0.1, requires_grad=False)
-        self.norm = nn.BatchNorm2d(7)
-        self.mixed = nn.Linear(5, 5, dtype=torch.bfloat16)
-        self.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Embedding) else None)
-        with torch.no_grad():
-            self.square.weight.mul_(1 / math.sqrt(2))
-            self.head.weight[3:5] += 1
-
-
-def all_tensors(model):
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-
-
-VIT = functools.partial(torchvision.models.VisionTransformer, 16, 8, 2, 2, 32, 32)
-
-
-@pytest.mark.parametrize("make", [Odd, VIT], ids=["odd", "vit"])
-def test_an_fsdp_model_starts_with_the_values_of_a_model_built_without_fsdp(make, tmp_path):
-    on_ranks(2, lambda rank: check_initial_values(rank, make), tmp_path)
-
-
-def check_initial_values(rank, make):
-    args = types.SimpleNamespace(
-        **{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False, "seed": 5, "fp16": False, "bf16": False}
-    )
-    arch = types.SimpleNamespace(get_model=lambda args: make())
-    usual, model = parallel.build(arch, args), parallel.build(arch, args)
-    for tensor in all_tensors(model).values() if rank else ():
-        tensor.detach().zero_()
-    model = parallel.wrap(model, args, World(rank=rank, size=2))
-    wanted, found = all_tensors(usual), all_tensors(model)
-    assert wanted.keys() == found.keys()
-    for name, value in wanted.items():
-        whole = (
-            found[name].full_tensor() if isinstance(found[name], torch.distributed.tensor.DTensor) else found[name]
-        )
-        assert torch.equal(whole, value) and found[name].requires_grad == value.requires_grad, name
-    assert not isinstance(usual, Odd) or model.head.weight is model.tokens.weight

@@ -6,9 +6,8 @@ import dataclasses
 import pytest
 import torch
 from command_line import parsed
-from runs import few, lines, norm_net, plugins, run, weights
+from runs import few, norm_net, plugins, run
 from saves import SMALL, bits
-from sklearn import metrics as truth
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -239,33 +238,3 @@ def test_class_weights_multiply_the_loss_of_each_sample():
     assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
     with pytest.raises(UsageError, match="-class_weights 1,2: give one for each of -num_classes 3"):
         criterion("-num_classes 3 -class_weights 1,2")
-
-
-def many(args):
-    """Data of 12 classes; val lacks one."""
-    generator = torch.Generator().manual_seed(3)
-
-    def part(count, classes):
-        labels = torch.randint(classes, (count,), generator=generator)
-        return Tensors(torch.randn(count, 64, generator=generator) + labels[:, None] / 4, labels)
-
-    return {"train": part(60, 12), "val": part(37, 11)}
-
-
-def test_classification_metrics_are_those_of_scikit_learn_on_any_number_of_processes(tmp_path):
-    flags = "-dataset many -arch norm_net -num_classes 12 -batch_size 16 -micro_batch 4 -epochs 2 -lr_start 1e-2"
-    with plugins(dataset={"many": many}):
-        folders = [run(tmp_path, f"{flags} -cpu {size} -model on_{size}") for size in (1, 3)]
-    found = [[line for line in lines(folder) if "val/f1" in line][-1] for folder in folders]
-    model = norm_net(parsed("-num_classes 12"))
-    model.load_state_dict(weights(folders[0]))
-    inputs, labels = many(None)["val"].tensors
-    outputs = model.eval()(inputs).detach()
-    wanted = {
-        "val/accuracy": truth.accuracy_score(labels, outputs.argmax(1)),
-        "val/f1": truth.f1_score(labels, outputs.argmax(1), average="macro"),
-        "val/top5": truth.top_k_accuracy_score(labels, outputs, k=5, labels=range(12)),
-    }
-    for line in found:
-        assert {name: line[name] for name in wanted} == pytest.approx(wanted)
-    assert bits(folders[0])["figures"] == bits(folders[1])["figures"]
