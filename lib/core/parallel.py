@@ -115,9 +115,10 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
     names = [name for name, part in model.named_modules() if part in groups]
 
     def agree(number: int) -> None:
-        most, least = distributed.all_reduce_max([number, -number], world)
-        if most != -least:
-            raise UsageError(SKIPPED.format(names[int(-least if least <= 0 else most)]))  # -1: the end of a pass
+        highest, lowest = distributed.all_reduce_max([number, -number], world)
+        called = [int(one) for one in (-lowest, highest) if one >= 0]  # -1: the end of a pass
+        if highest != -lowest:
+            raise UsageError(SKIPPED.format(names[called[0]]))
 
     for number, name in enumerate(names):
         model.get_submodule(name).register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)

@@ -93,7 +93,7 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
     for split, part in parts.items():
         if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             kind = type(part).__name__
-            raise UsageError(f"-dataset {name}: its {split} split is a {kind}; it must have len() and [index]")
+            raise UsageError(f"-dataset {name}: its {split} split is a {kind} without len() or [index]: docs/data.md")
         if len(part) == 0:
             raise UsageError(f"-dataset {name}: its {split} split is empty")
     if overfit is None:
