@@ -192,6 +192,9 @@ def test_what_is_no_shard_and_no_list_of_classes_is_one_line(shards, name):
 
 def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
     part = dataset(shards)["train"]
+    data = (shards / "train-0.tar").read_bytes()
+    (shards / "train-0.tar").write_bytes(data[:700] + b"?" + data[701:])
+    assert dataset(shards)["train"].fingerprint != part.fingerprint
     write(shards / "train-1.tar", {"7.jpg": bytes(99999), "7.cls": b"1"})
     with pytest.raises(UsageError, match=r"train-1\.tar: has changed since its index was made"):
         part[6]
@@ -271,11 +274,9 @@ def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_pa
 
 
 PACK = {  # what is odd, and the message
-    "no image": (["-o", "OUT"], "no image in"),
     "a pipe": (["-o", "OUT"], "not a regular file"),
     "in a split": (["-o", "photos/train/x"], "it is in"),
     "resize": (["-o", "OUT", "-shard_mb", "1", "-resize", "0"], "1 or more"),
-    "quality": (["-o", "OUT", "-quality", "50"], "-quality is for -resize"),
     "other flags": (["-o", "PACKED", "-resize", "24"], "take an empty folder"),
 }
 
@@ -283,9 +284,8 @@ PACK = {  # what is odd, and the message
 @pytest.mark.parametrize("case", PACK)
 def test_what_cannot_be_packed_is_one_line(photos, tmp_path, capsys, case):
     argv, message = PACK[case]
-    odd = {"a pipe": ("ant/9.jpg", os.mkfifo), "no image": ("cat", Path.mkdir)}
-    if case in odd:
-        odd[case][1](photos / "train" / odd[case][0])
+    if case == "a pipe":
+        os.mkfifo(photos / "train" / "ant" / "9.jpg")
     for split in ("train", "val"):
         (photos / split / "bee").rename(photos / split / "b\n\udcffe")
     if case == "other flags":
