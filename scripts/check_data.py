@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import yaml
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
@@ -62,6 +63,8 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
             if number:
                 raise OSError(number, text)
         bad = sorted(faults)
+    if not bad:
+        return splits, {"skipped": []}
     kept, names = {}, set(bad)
     for split, part in splits.items():
         good = [index for index in range(len(part)) if name_of(split, part, index) not in names]
@@ -69,6 +72,7 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
         kept[split] = part if len(good) == len(part) else Subset(part, good)
         labels, classes = getattr(part, "labels", None), getattr(part, "classes", None)
+        labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         are_classes = isinstance(labels, list) and isinstance(classes, list) and {*labels} <= {*range(len(classes))}
         if are_classes and (lost := {*labels} - {labels[index] for index in good}):
             raise UsageError(f"-skip_bad_files: no sample of the class {classes[min(lost)]} in {split} can be read")

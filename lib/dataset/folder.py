@@ -38,7 +38,7 @@ def get_dataset(args) -> dict[str, Dataset]:
     names = class_names(args.data)
     parts = [part for part in ("train", "val", "test") if part != "test" or (Path(args.data) / part).is_dir()]
     others = Counter()  # files that are not read, by ending
-    images = {part: _images(args, part, names, others) for part in parts}
+    images = {part: find_images(args, part, names, others) for part in parts}
     if others:
         images["train"].log_lines = [f"-data {args.data}: {photos.describe(others)}"]
     return images
@@ -105,8 +105,8 @@ def random_box(width: int, height: int) -> photos.Box:
     return left, top, left + columns, top + rows
 
 
-def _images(args, part: str, names: list[str], others: Counter) -> Images:
-    """Return the images of a part, with their classes' places in `names`; count other files in `others`."""
+def find_images(args, part: str, names: list[str], others: Counter) -> Images:
+    """Return the images of a part; count other files in `others`. Raises UsageError for a class that is not right."""
     folder, files, spelling = Path(args.data) / part, [], {_appearance(name): name for name in names}
     for name in class_names(args.data, part):
         twin = spelling.get(_appearance(name), name)

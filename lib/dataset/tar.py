@@ -25,25 +25,24 @@ def add_args(parser):
 
 
 def describe(args) -> dict[str, int]:
-    """Return the number of classes: the lines of DATA/classes.txt, or else what the labels of train need."""
-    names = class_names(args.data)
-    return {"num_classes": len(names) or int(tar_index.open_index(args, "train")[0]["label"].max()) + 1}
+    """Return the number of classes: the lines of DATA/classes.txt, or else what the labels of train need.
+
+    All indexes are made here, where no watchdog counts minutes yet. Raises UsageError as get_dataset does.
+    """
+    names = tar_index.class_names(args.data)
+    train, *_ = [tar_index.open_index(args, split)[0] for split in ("train", "val", "test")]
+    return {"num_classes": len(names) or int(train["label"].max()) + 1}
 
 
 def get_dataset(args) -> dict[str, Dataset]:
     """Return images (channels, image_size, image_size), uint8, and class numbers, as -dataset folder does.
 
-    Raises UsageError naming a shard that is missing, damaged or cut off, or a sample without an image or a class.
+    Raises UsageError naming a shard that is missing, damaged or cut off, or a sample without an image or a class; or a
+    classes.txt or an index that cannot be read.
     """
-    names = class_names(args.data) or [str(number) for number in range(args.num_classes)]
+    names = tar_index.class_names(args.data) or [str(number) for number in range(args.num_classes)]
     indexed = {split: tar_index.open_index(args, split) for split in ("train", "val", "test")}
     return {split: Shards(args, split, names, *index) for split, index in indexed.items() if index[1]}
-
-
-def class_names(data: str) -> list[str]:
-    """Return the names of the classes, by their numbers; none without DATA/classes.txt."""
-    file = Path(data) / "classes.txt"
-    return file.read_text().splitlines() if file.is_file() else []
 
 
 class Shards(folder.Images):
@@ -52,8 +51,10 @@ class Shards(folder.Images):
     def __init__(self, args, split: str, classes: list[str], rows, shards: list[Path]):
         super().__init__([], classes, args, drawn=split == "train" and args.augment)
         self.files, self.labels, self.shards = rows, rows["label"], shards
-        self.fingerprint = zlib.crc32(rows)  # sizes, places and classes of all images
         self.opened: dict[int, int] = {}  # descriptors of this process, by the shard's number
+        self.fingerprint = zlib.crc32(rows)  # sizes, places and classes of all images, and three of them
+        for offset, size, shard, _ in rows[[0, len(rows) // 2, -1]].tolist():
+            self.fingerprint = zlib.crc32(self.read(shard, offset, size), self.fingerprint)
 
     def __getitem__(self, index):
         """Return the image as a tensor, and its class number. Raises UsageError naming a file that is no image."""
@@ -76,8 +77,8 @@ class Shards(folder.Images):
         return data
 
     def sample_name(self, index: int) -> str:
-        """Return the shard and the name of a file in it, for lists of bad files."""
-        offset, _, shard, _ = self.files[index].tolist()
+        """Return the shard and the name of a file in it, for lists of bad files. Raises as `read`, or if it changed."""
+        offset, size, shard, _ = self.files[index].tolist()
         header = self.read(shard, offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
-        name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name  # a long one is cut off
+        name = tar_index.member_name(header, offset, size, self.shards[shard])
         return printable(f"{self.shards[shard].name}/{name}")

@@ -81,7 +81,10 @@ def test_each_sample_is_what_its_files_say(shards):
     assert {name: len(part) for name, part in parts.items()} == {"train": 12, "val": 6}
     assert [label for _, label in parts["train"]] == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0]
     assert [bool(image.float().mean() > 80) for image, _ in parts["val"]] == [False, True] * 3
-    assert parts["train"].sample_name(0) == "train-0.tar/./0000.jpg" and parts["val"].classes == ["0", "1"]
+    assert parts["train"].sample_name(0) == "train-0.tar/./0000.jpg at byte 512" and parts["val"].classes == [
+        "0",
+        "1",
+    ]
 
 
 def changed(shards):
@@ -90,15 +93,18 @@ def changed(shards):
 
 
 def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, monkeypatch):
-    config.parse_args([*FLAGS.split(), "-data", str(shards)])
+    (shards / "classes.txt").write_text("ant\nbee\n")
+    config.parse_args([*FLAGS.split(), "-data", str(shards)])  # of all splits, before the watchdog looks
     before = changed(shards)
     dataset(shards)
-    assert before.items() <= changed(shards).items() and len(changed(shards)) == 2
+    assert before == changed(shards) and len(before) == 2
     write(shards / "train-2.tar", pairs(9, 20))
     assert len(dataset(shards)["train"]) == 18 and len(changed(shards)) == 3
     monkeypatch.setattr(
         Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "read-only", str(shards / "index")))
     )
+    assert len(dataset(shards)["train"]) == 18  # one that another user made
+    write(shards / "val" / "0.tar", pairs(6, 2))
     with pytest.raises(UsageError, match="give a -cache_dir"):
         dataset(shards)
     monkeypatch.undo()
@@ -133,8 +139,11 @@ def link(name: str) -> tarfile.TarInfo:
 FAULTS = {
     "no image": ({"7.cls": b"1"}, "7 has no image .1 such"),
     "no class": ({"7.jpg": jpeg(), "8.jpg": jpeg()}, "7 has no cls .2 such"),
-    "no number": ({"7.jpg": jpeg(), "7.cls": b"cat"}, "the class of 7 is no number: b'cat'"),
+    "no number": ({"7.jpg": jpeg(), "7.cls": b"cat"}, "the class of 7 is no number from 0: b'cat'"),
     "two images": ({"7.jpg": jpeg(), "7.PNG": jpeg(), "7.cls": b"1"}, "two files are the image of 7"),
+    "a class below 0": ({"7.jpg": jpeg(), "7.cls": b"-1"}, "the class of 7 is no number from 0: b'-1'"),
+    "a class too large": ({"7.jpg": jpeg(), "7.cls": b"2147483647"}, "the class of 7 is 2147483647: at most 1,048"),
+    "a long number": ({"7.jpg": jpeg(), "7.cls": b" " * 19 + b"12"}, "the class of 7 is no number from 0"),
     "a link": ({"7.jpg": link("7.jpg"), "7.cls": b"1"}, "7.jpg is a link or a sparse file"),
 }
 
@@ -146,7 +155,9 @@ def test_what_is_no_sample_is_one_line(shards, members, message):
         dataset(shards)
 
 
-@pytest.mark.parametrize("how", ["in a file", "at a file", "in a header", "before the end", "compressed", "empty"])
+@pytest.mark.parametrize(
+    "how", ["in a file", "at a file", "in a header", "before the end", "compressed", "empty", "joined"]
+)
 def test_a_damaged_shard_is_named(shards, how):
     file = shards / "train-1.tar"
     data = file.read_bytes()
@@ -154,19 +165,45 @@ def test_a_damaged_shard_is_named(shards, how):
     header = data.rindex(b"ustar") - 257
     cut = {"in a file": end - 700, "at a file": header - 512, "before the end": end, "empty": 0}
     broken = data[: cut[how]] if how in cut else data[:header] + b"?" * 200 + data[header + 200 :]
-    file.write_bytes(b"\x1f\x8b" + data if how == "compressed" else broken)
+    whole = {"compressed": b"\x1f\x8b" + data, "joined": data + data}
+    file.write_bytes(whole.get(how, broken))
     with pytest.raises(UsageError, match=r"train-1.tar: (damaged, cut off|\S+ has no)"):
         dataset(shards)
 
 
-def test_a_shard_that_became_shorter_and_a_bad_image_are_named(shards, tmp_path):
+ODD = {  # a file in DATA: what makes it, and the message
+    "train-3.tar": (os.mkfifo, "train-3.tar: cannot be read .not a regular file"),
+    "train-4.tar": (Path.mkdir, "train-4.tar: cannot be read .not a regular file"),
+    "train-5.tar": (lambda file: file.symlink_to("nowhere"), "train-5.tar: cannot be read .No such file"),
+    "train-6.tar.GZ": (Path.touch, "train-6.tar.GZ: compressed .1 such"),
+    "val-0.tar": (lambda file: write(file, {"7.json": b"{}"}), "no image with a class in the shards of val"),
+    "classes.txt": (lambda file: file.write_bytes(b"b\xe4r\n"), "classes.txt: cannot be read"),
+    "./classes.txt": (lambda file: file.write_bytes(b"ant\n\nbee\n"), "classes.txt: an empty line"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_shard_and_no_list_of_classes_is_one_line(shards, name):
+    make, message = ODD[name]
+    make(shards / name)
+    with pytest.raises(UsageError, match=message):
+        dataset(shards)
+
+
+def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
     part = dataset(shards)["train"]
+    data = (shards / "train-0.tar").read_bytes()
+    (shards / "train-0.tar").write_bytes(data[:700] + b"?" + data[701:])
+    assert dataset(shards)["train"].fingerprint != part.fingerprint
+    write(shards / "train-1.tar", {"7.jpg": bytes(99999), "7.cls": b"1"})
+    with pytest.raises(UsageError, match=r"train-1\.tar: has changed since its index was made"):
+        part[6]
     (shards / "train-2.tar").write_bytes(b"")
     with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was made"):
         part[11]
     write(shards / "train-2.tar", pairs(2) | {"7.jpg": jpeg()[:500], "7.cls": b"1"})
-    with pytest.raises(UsageError, match=r"train-2.tar/7.jpg: not a readable image .*-skip_bad_files"):
-        dataset(shards)["train"][11]
+    with pytest.raises(UsageError, match=r"train-2.tar/7.jpg at byte \d+: not a readable image .*-skip_bad_files"):
+        dataset(shards)["train"][8]
     run(tmp_path / "out", f"{FLAGS} -data {shards} -skip_bad_files -cpu 2")
 
 
@@ -217,7 +254,7 @@ def test_a_killed_pack_goes_on_and_leaves_no_half_of_a_shard(photos, tmp_path, m
         child.join()
     assert child.exitcode == -signal.SIGKILL and list((tmp_path / "cut").glob("*.partial"))
     assert pack.main([str(photos), "-o", str(tmp_path / "cut")]) == 0
-    assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole") and len(read_all(tmp_path / "cut")) == 7
+    assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole") and len(read_all(tmp_path / "cut")) == 8
 
 
 def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_path, monkeypatch, capsys):
@@ -234,6 +271,29 @@ def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_pa
     with pytest.raises(SystemExit):
         pack.main([str(photos), "-o", str(tmp_path / "a")])
     assert "take an empty folder" in capsys.readouterr().err
+
+
+PACK = {  # what is odd, and the message
+    "a pipe": (["-o", "OUT"], "not a regular file"),
+    "in a split": (["-o", "photos/train/x"], "it is in"),
+    "resize": (["-o", "OUT", "-shard_mb", "1", "-resize", "0"], "1 or more"),
+    "other flags": (["-o", "PACKED", "-resize", "24"], "take an empty folder"),
+}
+
+
+@pytest.mark.parametrize("case", PACK)
+def test_what_cannot_be_packed_is_one_line(photos, tmp_path, capsys, case):
+    argv, message = PACK[case]
+    if case == "a pipe":
+        os.mkfifo(photos / "train" / "ant" / "9.jpg")
+    for split in ("train", "val"):
+        (photos / split / "bee").rename(photos / split / "b\n\udcffe")
+    if case == "other flags":
+        pack.main([str(photos), "-o", str(tmp_path / "PACKED")])
+        assert (tmp_path / "PACKED" / "classes.txt").read_text() == "ant\nb\\n\\udcffe\n"
+    with pytest.raises(SystemExit, match="2"):
+        pack.main([str(photos), "-o", str(tmp_path / argv[1]), *argv[2:]])
+    assert message in capsys.readouterr().err
 
 
 def test_resized_photos_are_upright_and_in_8_bits(photos, tmp_path):
