@@ -37,7 +37,7 @@ def describe(args) -> dict[str, int]:
 def get_dataset(args) -> dict[str, Dataset]:
     """Return images (channels, image_size, image_size), uint8, and class numbers, as -dataset folder does.
 
-    Raises UsageError naming a shard that is missing, damaged or cut off, or a sample without an image or a class; or a
+    Raises UsageError naming a shard that is missing, damaged or cut off, a sample without an image or a class, or a
     classes.txt or an index that cannot be read.
     """
     names = tar_index.class_names(args.data) or [str(number) for number in range(args.num_classes)]
@@ -77,7 +77,7 @@ class Shards(folder.Images):
         return data
 
     def sample_name(self, index: int) -> str:
-        """Return the shard and the name of a file in it, for lists of bad files. Raises as `read`, or if it changed."""
+        """Return the shard and the name of a file in it, for lists of bad files. Raises UsageError if it changed."""
         offset, size, shard, _ = self.files[index].tolist()
         header = self.read(shard, offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
         name = tar_index.member_name(header, offset, size, self.shards[shard])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -64,7 +64,8 @@ def read(file: str | Path, use: Callable[[Image.Image], Any], data: bytes | None
             raise
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
-            fault = f"{file}: not a readable image ({error})"
+            reason = "of no kind that is known" if isinstance(error, UnidentifiedImageError) else error
+            fault = f"{file}: not a readable image ({reason})"
             raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
         raise
 
