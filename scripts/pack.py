@@ -2,8 +2,8 @@
 
 Files go in as they are; with -resize N as JPEGs whose shorter side has N pixels, upright. Each split is in an order
 drawn once, so that programs that read shards from front to back see the classes mixed. The same files give the same
-bytes. Shards are whole or absent: killed, the same command goes on. DIR/pack.json
-says what they are of: with other files or flags an empty folder is needed.
+bytes. Shards are whole or absent: killed, the same command goes on. DIR/pack.json says what they are of: with other
+files or flags an empty folder is needed.
 """
 
 import argparse

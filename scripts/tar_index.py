@@ -1,8 +1,8 @@
 """Finds out where each image lies in tar shards: python scripts/tar_index.py DATA.
 
--dataset tar does so by itself at its first start. An index is made once, by reading the headers of all files; it lies
-beside the shards, in index/, or in -cache_dir, and holds for shards of these names, sizes and times. A run may be
-killed while it is made, and several may start at once.
+-dataset tar does so by itself at its first start. An index is made once, by reading the headers of all files. It is
+in the folder index/ next to the shards, or in -cache_dir, and is valid for shards of these names, sizes and times. A
+run may be killed while it is made, and several may start at once.
 """
 
 import argparse
