@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import sys
 import tarfile
 from collections import Counter, defaultdict
@@ -35,7 +36,7 @@ ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", metavar="DATA", help="folder of the shards, as -data of train.py")
+    parser.add_argument("data", metavar="DATA", help="folder of the shards, or a pattern, as -data of train.py")
     parser.add_argument("-cache_dir", metavar="DIR", help="folder for the index, where DATA cannot be written")
     args = parser.parse_args(argv)
     try:
@@ -62,8 +63,10 @@ def open_index(args: argparse.Namespace, split: str) -> tuple[np.ndarray, list[P
     for shard in shards:
         with usage_errors(shard):
             about.append((shard.name, shard.stat().st_size, shard.stat().st_mtime_ns))
-    key = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    file = Path(args.cache_dir or args.data) / "index" / f"{split}_{key}.npy"
+    root = root_of(args.data)
+    place = str(root.resolve()) if args.cache_dir else ""  # other shards may have their index there, too
+    key = hashlib.sha256(repr((about, place)).encode()).hexdigest()[:16]
+    file = Path(args.cache_dir or root) / "index" / f"{split}_{key}.npy"
     if not file.exists():  # its folder may be writable for others only
         make_index(file, shards, split, args.data)
     try:
@@ -99,8 +102,11 @@ def make_index(file: Path, shards: list[Path], split: str, data: str) -> None:
 def find_shards(data: str, split: str) -> list[Path]:
     """Return the shards of a split, sorted: DATA/SPLIT*.tar, or else DATA/SPLIT/*.tar.
 
-    Raises UsageError for a compressed one, which has no places to read at.
+    If DATA is a pattern, they are those of its files that begin with the split's name, or whose folder does; train
+    also has all that begin with none. Raises UsageError for a compressed one, which has no places to read at.
     """
+    if is_pattern(data):
+        return sorted(file for file in map(Path, expand(data)) if split_of(file) == split)
     for pattern in (f"{split}*", f"{split}/*"):
         found = sorted(file for file in Path(data).glob(pattern) if not is_debris(file.name))
         if compressed := [file for file in found if file.name.lower().endswith(COMPRESSED)]:
@@ -108,6 +114,34 @@ def find_shards(data: str, split: str) -> list[Path]:
         if shards := [file for file in found if file.name.endswith(".tar")]:
             return shards
     return []
+
+
+def is_pattern(data: str) -> bool:
+    """Whether -data names the shards themselves, as DIR/{train,val}-{0000..0127}.tar, and not their folder."""
+    return data.endswith(".tar")
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the texts of a pattern as a shell does: {a,b} is a and b, {08..10} is 08, 09 and 10."""
+    found = re.search(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*)\}", pattern)
+    if not found:
+        return [pattern]
+    if found[3] is None:
+        parts = [f"{number:0{len(found[1])}d}" for number in range(int(found[1]), int(found[2]) + 1)]
+    else:
+        parts = found[3].split(",")
+    return [text for part in parts for text in expand(pattern[: found.start()] + part + pattern[found.end() :])]
+
+
+def split_of(file: Path) -> str:
+    """Return the split of a pattern's file."""
+    names = file.name, file.parent.name
+    return next((split for split in ("val", "test") if any(name.startswith(split) for name in names)), "train")
+
+
+def root_of(data: str) -> Path:
+    """Return the folder of the shards: -data, or what all files of a pattern have in common."""
+    return Path(os.path.commonpath([Path(file).parent for file in expand(data)])) if is_pattern(data) else Path(data)
 
 
 def scan(shards: list[Path], split: str) -> np.ndarray:
@@ -204,7 +238,7 @@ def member_name(header: bytes, offset: int, size: int, shard: Path) -> str:
 
 def class_names(data: str) -> list[str]:
     """Return the names of the classes, by their numbers: none without DATA/classes.txt. Raises UsageError."""
-    file = Path(data) / "classes.txt"
+    file = root_of(data) / "classes.txt"
     try:
         names = files.read_bytes(file, follow=True).decode("utf-8-sig").rstrip("\n\r").splitlines()
     except FileNotFoundError:

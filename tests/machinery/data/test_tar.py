@@ -87,6 +87,20 @@ def test_each_sample_is_what_its_files_say(shards):
     ]
 
 
+def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
+    assert tar_index.expand("a{08..10}") == ["a08", "a09", "a10"]
+    assert tar_index.expand("{x,y}/{1..2}.tar") == ["x/1.tar", "x/2.tar", "y/1.tar", "y/2.tar"]
+    whole = dataset(shards)
+    (shards / "val" / "0.tar").rename(shards / "val-0.tar")
+    for part in (1, 2):
+        (shards / f"val-{part}.tar").write_bytes((shards / "val-0.tar").read_bytes())
+    named = dataset(f"{shards}/{{train,val}}-{{0..2}}.tar")
+    assert named["train"].fingerprint == whole["train"].fingerprint and len(named["val"]) == 3 * len(whole["val"])
+    assert {*dataset(shards / "train-1.tar")} == {"train"}
+    with pytest.raises(UsageError, match=r"train-3.tar: cannot be read"):
+        dataset(f"{shards}/train-{{0..3}}.tar")
+
+
 def changed(shards):
     """The names of the index files, and when they were written."""
     return {file: file.stat().st_mtime_ns for file in (shards / "index").glob("*.npy")}
