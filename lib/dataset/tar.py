@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torch.utils.data import Dataset
 
+import scripts.tar_index as tar_index
 from lib.dataset import folder
 from lib.dataset.folder import get_transform  # noqa: F401  # of predict.py and export.py
 from lib.utils.data import photos
 from lib.utils.errors import UsageError, printable
-from scripts import tar_index
 
 MOST_OPEN = 256  # shards at a time, of each process
 

@@ -76,6 +76,7 @@ def load_into(
             if path == IMAGENET:
                 return imagenet()
             file = find(Path(path)) or Path(path)
+            file.stat()  # a wrong path is the fault then, and not a script that is missing
             return shards.read_weights(file) if file.name == FILE else load_optional(*OTHERS).read(file)
         except Exception as error:  # a file that holds no weights may raise anything
             reason = (str(error) or repr(error)).splitlines()[0]
