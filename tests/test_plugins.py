@@ -31,14 +31,14 @@ ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
 # is tried with the arch and trainer that it sets, an arch and a trainer with the digits.
 WITH_THE_TEMPLATE = {
     "arch": ["convnet", "gpt", "mlp", "resnet"],
-    "dataset": ["digits", "fake", "folder", "tokens"],
+    "dataset": ["digits", "fake", "folder", "tar", "tokens"],
     "trainer": ["ema", "trainer"],
 }
 PLUGINS = [(kind, name) for kind in config.BUILDERS for name in plugins.names(kind)]
 SHIPPED = {kind: [name for name in names if (kind, name) in PLUGINS] for kind, names in WITH_THE_TEMPLATE.items()}
 SMALL = {  # flags that make a shipped dataset small
     "fake": ["-fake_samples", "3", "-image_size", "32", "-num_classes", "5"],
-    "folder": ["-image_size", "32"],
+    **{name: ["-image_size", "32"] for name in ("folder", "tar")},
     "tokens": ["-tokens_length", "16", "-tokens_samples", "40"],
 }
 PROBE = """

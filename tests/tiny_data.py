@@ -1,6 +1,7 @@
 """Tiny data sets on disk for tests, made by make_NAME for the dataset of that name."""
 
 import hashlib
+import importlib
 import pickle
 
 import numpy as np
@@ -35,6 +36,12 @@ def make_folder(root, _monkeypatch=None):
             (root / split / name).mkdir(parents=True)
             for number in range(count):
                 image(root / split / name / f"{number}.jpg")
+
+
+def make_tar(root, _monkeypatch=None):
+    """The images of make_folder in tar shards."""
+    make_folder(root / "photos")
+    importlib.import_module("scripts.pack").main([str(root / "photos"), "-o", str(root)])  # a fork may have none
 
 
 def make_tokens(root, _monkeypatch=None):
