@@ -232,7 +232,7 @@ def member_name(header: bytes, offset: int, size: int, shard: Path) -> str:
     except tarfile.TarError:
         member = None
     if member is None or member.size != size:
-        raise UsageError(f"{shard}: has changed since its index was made: start again")
+        raise UsageError(f"{shard}: changed since its index was written: start the run again")
     return f"{member.name} at byte {offset}"
 
 

@@ -73,7 +73,7 @@ class Shards(folder.Images):
             self.opened[shard] = os.open(self.shards[shard], os.O_RDONLY)
         data = os.pread(self.opened[shard], size, offset)
         if len(data) < size:
-            raise UsageError(f"{self.shards[shard]}: shorter than when its index was made")
+            raise UsageError(f"{self.shards[shard]}: shorter than when its index was written")
         return data
 
     def sample_name(self, index: int) -> str:
