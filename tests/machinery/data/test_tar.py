@@ -16,6 +16,8 @@ from runs import run, same_tensors, weights
 
 from lib import config
 from lib.dataset import folder, tar
+from lib.utils.data import fingerprint
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from scripts import pack, predict, tar_index
 
@@ -85,6 +87,17 @@ def test_each_sample_is_what_its_files_say(shards):
         "0",
         "1",
     ]
+
+
+def test_images_of_a_subclass_that_differ_each_time_are_noticed(shards):
+    class Odd(tar.Shards):
+        def __getitem__(self, index):
+            return super().__getitem__(index), time.monotonic_ns()
+
+    args, part = config.parse_args([*FLAGS.split(), "-data", str(shards)]), dataset(shards)["train"]
+    splits = {"train": Odd(args, "train", part.classes, part.files, part.shards), "val": part}
+    facts = fingerprint.describe(splits, args, World())
+    assert facts["train digest"] == fingerprint.NEVER_THE_SAME and facts["val digest"] == part.fingerprint
 
 
 def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
