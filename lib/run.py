@@ -41,8 +41,7 @@ class Run:
         4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
         5. Set the number of threads, and compare flags and data with those before.
 
-        Raises:
-            UsageError: the run cannot be what the flags say.
+        Raises UsageError if the run cannot be what the flags say.
         """
         self.args, self.stack = args, stack
         splits = loader.splits(dataset, args.dataset, args.overfit)

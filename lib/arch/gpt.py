@@ -10,6 +10,7 @@ from lib.utils.errors import UsageError
 
 STD = 0.02  # deviation of fresh weights
 ROTARY_BASE = 10_000.0  # the slowest rotary pair turns once in 2 pi ROTARY_BASE places
+LONGEST = 32_768  # tokens of a sample
 
 
 def add_args(parser):
@@ -40,7 +41,9 @@ class GPT(nn.Module):
         super().__init__()
         self.embed, self.drop, self.norm = nn.Embedding(tokens, width), nn.Dropout(dropout), nn.RMSNorm(width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
-        self.head_size = width // heads
+        # As buffers: torch.compile would compute them again in each kernel.
+        for name, values in zip(("cos", "sin"), rotary_angles(LONGEST, width // heads), strict=True):
+            self.register_buffer(name, values, persistent=False)
         small = STD / math.sqrt(2 * depth)  # so that the sum over all blocks begins no larger than one of them
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -48,7 +51,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.embed(tokens))
-        cos, sin = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x, cos, sin)
         return functional.linear(self.norm(x), self.embed.weight)
@@ -77,10 +80,10 @@ class Block(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, length, width)
 
 
-def rotary_angles(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_angles(length: int, size: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine, (length, size / 2), of the angle by which pair i is turned at each place."""
-    speeds = ROTARY_BASE ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / -size)
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * speeds
+    speeds = ROTARY_BASE ** (torch.arange(0, size, 2, dtype=torch.float32) / -size)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * speeds
     return angles.cos(), angles.sin()
 
 

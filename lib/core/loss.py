@@ -139,6 +139,8 @@ def get_loss(args: Namespace) -> nn.Module:
         raise UsageError(f"-class_weights {args.class_weights}: give one for each of -num_classes {args.num_classes}")
     criterion = CrossEntropy(weights, ignore_index=args.ignore_index, label_smoothing=args.label_smoothing)
     criterion.register_buffer("weight", weights, persistent=False)  # no checkpoint brings back those of an old flag
+    if args.compile and not args.cpu and torch.accelerator.is_available():  # an eighth of a small GPT's step
+        criterion._sum = torch.compile(criterion._sum)
     return criterion
 
 

@@ -50,7 +50,7 @@ def wrap(
     """
     sharded = args.parallel == "fsdp" and world.size > 1
     model.train()  # pretrained ones come in evaluation mode
-    if args.channels_last and world.device.type == "cuda" and not sharded:
+    if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
@@ -61,7 +61,7 @@ def wrap(
         for part in parts:
             part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
     if sharded:
-        return _shard(model, parts, args, world)
+        return _shard(model, parts, args, world, engine)
     model = model.to(world.device)
     if world.size == 1:
         return model
@@ -85,7 +85,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in parts if next(part.parameters(), None) is not None]
 
 
-def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World) -> nn.Module:
+def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World, engine: str) -> nn.Module:
     """Give all ranks rank 0's values; then make every block a group of its own, and the rest the root's."""
     from torch.distributed import fsdp  # takes most of a second
 
@@ -97,8 +97,8 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
     take_first([*model.parameters(), *model.buffers()])
     groups = _untied(model, parts)  # the rest, as embeddings, is the root's: in 32 bits, as under DDP
     for part in groups:
-        shard(part, mp_policy=_precision_policy(part, args))
-    shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args))
+        shard(part, mp_policy=_precision_policy(part, args, engine))
+    shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args, engine))
     sharded: list[Any] = [*groups, model]
     for part in sharded:
         part.set_gradient_divide_factor(1.0)  # a sum: each micro-batch counts by its samples already
@@ -142,14 +142,15 @@ def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContex
     return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
 
 
-def _precision_policy(part: nn.Module, args: Namespace) -> "fsdp.MixedPrecisionPolicy":
+def _precision_policy(part: nn.Module, args: Namespace, engine: str) -> "fsdp.MixedPrecisionPolicy":
     """Half precision also between the processes, where autocast computes in it; BatchNorm needs whole weights.
 
-    Inputs keep their dtype, as under DDP, where autocast alone decides.
+    Inputs keep their dtype, as under DDP, where autocast alone decides; for the same bits, weights do so, too.
     """
     from torch.distributed import fsdp
 
-    if not (args.fp16 or args.bf16) or any(isinstance(module, _NormBase) for module in part.modules()):
+    whole = engine == "exact" or any(isinstance(module, _NormBase) for module in part.modules())
+    if whole or not (args.fp16 or args.bf16):
         return fsdp.MixedPrecisionPolicy()
     half = torch.float16 if args.fp16 else torch.bfloat16
     return fsdp.MixedPrecisionPolicy(half, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -161,6 +162,7 @@ def _compile(parts: list[nn.Module], engine: str) -> None:
     settings.recompile_limit = max(settings.recompile_limit, 64)
     if engine == "exact":
         settings.optimize_ddp = False  # it cuts graphs where a trainer wraps a module in DDP: not on one process
+        settings.automatic_dynamic_shapes = False  # which code a batch gets would depend on those before it
     if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use
     for part in parts:

@@ -349,12 +349,9 @@ class Trainer:
             self.state.bad_row = 0 if math.isfinite(norm) else self.state.bad_row + 1
             self.state.bad_steps += not math.isfinite(norm)
         means = torch.stack([loss for loss, _ in self.pending_losses]).tolist() if self.pending_losses else []
-        tensors = [count for _, count in self.pending_losses if isinstance(count, Tensor)]
-        read = iter(torch.stack(tensors).tolist() if tensors else ())
-        counts = [next(read) if isinstance(count, Tensor) else count for _, count in self.pending_losses]
-        for mean, count in zip(means, counts, strict=True):
+        for mean, (_, count) in zip(means, self.pending_losses, strict=True):
             if math.isfinite(mean):
-                self.metrics.update({"loss": mean * count, "samples": count})
+                self.metrics.update({"loss": mean * float(count), "samples": float(count)})
         self.pending_losses, self.pending_norms = [], []
 
     def validate(self) -> None:

@@ -87,7 +87,7 @@ class Checkpoints:
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
-        copies = {name: block.to("cpu", copy=True) for name, block in blocks.items()}
+        copies = shards.copy_to_cpu(blocks.items())
         best, self.best = self.best, {}
         job = self.thread.submit(self._write, partial, copies, metadata, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)

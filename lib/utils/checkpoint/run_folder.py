@@ -86,9 +86,7 @@ def acquire(args: Args, world: World, job: str | None = None) -> Iterator[RunFol
     """Keep the run's folder for this run alone during the block. All ranks call this together.
 
     A start that is refused before `begin` leaves the folder as it was. Another exception makes the outcome "failed".
-
-    Raises:
-        UsageError: the folder cannot be written, or another run has it.
+    Raises UsageError if the folder cannot be written, or another run has it.
     """
     folder = RunFolder(args, world)
     try:

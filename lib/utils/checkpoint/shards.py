@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -66,6 +66,17 @@ def blocks_of_rank(tensors: dict[str, Tensor], world: World) -> tuple[dict[str, 
     own = {name: _local_and_offset(one) for name, one in tensors.items() if world.is_writer or is_sharded(one)}
     blocks = {name: block for name, (block, _) in own.items() if block.numel()}  # the last ranks may have none
     return blocks, {"starts": json.dumps({name: start for name, (_, start) in own.items() if any(start)})}
+
+
+def copy_to_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return copies on the CPU, by name; those of a GPU's in pinned memory, which torch keeps for the next copies."""
+    copies = {}
+    for name, one in tensors:
+        copies[name] = torch.empty_like(one, device="cpu", pin_memory=one.is_cuda)
+        copies[name].copy_(one, non_blocking=one.is_cuda)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # once for all
+    return copies
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict:

@@ -154,10 +154,8 @@ class Parts:
     def states(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Return the states of optimizers and others as JSON has them, and which parameters are frozen.
 
-        Their tensors go to `tensors`, by name: optim.head.weight.exp_avg, trainer.scheduler.rates.
-
-        Raises:
-            UsageError: names what a checkpoint cannot hold.
+        Their tensors go to `tensors`, by name: optim.head.weight.exp_avg, trainer.scheduler.rates. Raises UsageError,
+        with the name, for what a checkpoint cannot hold.
         """
         states = {part: encode(other.state_dict(), part, tensors) for part, other in self.others.items()}
         for part, optimizer in self.optimizers.items():
@@ -216,8 +214,7 @@ class Parts:
     def trained(self, part: str) -> list[str]:
         """Return the names of an optimizer's parameters, in the order in which torch numbers them.
 
-        Raises:
-            UsageError: a parameter is in none of the modules.
+        Raises UsageError if a parameter is in none of the modules.
         """
         names = {parameter: name for name, parameter in self.parameters().items()}
         parameters = [one for group in self.optimizers[part].param_groups for one in group["params"]]
@@ -253,8 +250,7 @@ def find_parts(trainer: Any) -> Parts:
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return a state as JSON has it; its tensors go to `tensors`, under names that begin with this one.
 
-    Raises:
-        UsageError: the state holds something else than tensors, numbers, strings, lists, tuples and dicts of them.
+    Raises UsageError if it holds anything but tensors, numbers, strings, lists, tuples and dicts of them.
     """
     if torch.is_tensor(value):
         if name in tensors:

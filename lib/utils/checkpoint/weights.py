@@ -23,20 +23,14 @@ IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_w
 
 def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return whole copies on the CPU, on the ranks that write them; {} elsewhere. All ranks call this."""
-    whole = {}
-    for name, tensor in tensors.items():
-        full = (tensor.full_tensor() if shards.is_sharded(tensor) else tensor).detach()
-        if world.is_writer:
-            whole[name] = full.to("cpu", copy=True)
-    return whole
+    whole = ((name, one.full_tensor() if shards.is_sharded(one) else one) for name, one in tensors.items())
+    return shards.copy_to_cpu((name, one.detach()) for name, one in whole if world.is_writer)
 
 
 def not_finite(model: nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
     parameters = unwrap(model).named_parameters()
-    finite = {name: torch.isfinite(shards.local_part(value)).all() for name, value in parameters}
-    good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
-    mine = [name for name, one in zip(finite, good, strict=True) if not one]
+    mine = [name for name, value in parameters if not torch.isfinite(shards.local_part(value)).all()]
     return sorted(set().union(*distributed.gather(mine, world)))
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lib.core import scheduler
 from lib.utils import seeding
+from lib.utils.data.fetch import option
 
 LOG_EVERY = 50  # steps
 
@@ -70,7 +71,7 @@ def loader(dataset: Dataset, batch_size: int, *, augmented_by: Dataset | None = 
     Args:
         augmented_by: the dataset whose `on_device` finishes a batch, if it is not `dataset` itself.
     """
-    finish = getattr(augmented_by or dataset, "on_device", None)
+    finish = option(augmented_by or dataset, "on_device")
     return DataLoader(dataset, batch_size, collate_fn=functools.partial(_finished, finish), **options)
 
 

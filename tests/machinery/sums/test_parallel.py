@@ -1,5 +1,6 @@
 """DDP, FSDP2 and one process train alike and load each other's checkpoints, with any usual model."""
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -7,16 +8,20 @@ import types
 
 import needs
 import pytest
+import ranks
 import torch
 from nets import NET, BlocksNet
 from runs import few, norm_net, plugins, run, same_tensors, weights
 from saves import bits
 from torch import nn
 
+from lib import config
+from lib.core import loss as losses
 from lib.core import parallel
 from lib.utils.distributed import World
 
 NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8 -epochs 2 -cpu 1"
+GPT = "-dataset tokens -gpt_depth 1 -gpt_width 32 -tokens_length 16 -tokens_samples 96 -micro_batch 4"
 
 RECOMPUTE = types.SimpleNamespace(recompute=True, compile=None, parallel="ddp", arch="line", channels_last=False)
 
@@ -46,12 +51,47 @@ def test_a_stock_fsdp_run_ends_with_the_weights_of_ddp_up_to_rounding(tmp_path):
     assert relative_distance(*(weights(run(tmp_path, f"{NET} {flags}")) for flags in runs)) < 1e-5
 
 
-def test_half_precision_gives_the_same_weights_under_ddp_and_fsdp(tmp_path):
-    """The scaler skips the same steps, and blocks get inputs of the same dtype."""
-    for flag in ("-bf16", "-fp16"):
-        flags = f"{NET} {flag} -arch float32_net -epochs 3 -cpu 2"
-        runs = [weights(run(tmp_path, f"{flags} -parallel {kind} -model {kind}{flag}")) for kind in ("ddp", "fsdp")]
-        assert relative_distance(*runs) < 1e-5
+@pytest.mark.parametrize("flags", [f"{NET} -arch float32_net -epochs 3", GPT], ids=["net", "gpt"])
+def test_half_precision_has_the_same_bits_under_ddp_and_fsdp_on_any_number_of_processes(flags, tmp_path):
+    """The scaler skips the same steps, blocks get inputs of the same type, and RMSNorm weights that nobody rounds."""
+    for half in ("-bf16", "-fp16"):
+        ddp, *sharded = (
+            weights(
+                run(tmp_path, f"{flags} {half} -deterministic -parallel {kind} -model {half[1:]}{kind[0]}{kind[-1]}")
+            )
+            for kind in ("ddp -cpu 2", "fsdp -cpu 2", "fsdp -cpu 1")
+        )
+        assert all(same_tensors(ddp, other) for other in sharded)
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 4), (3, 4, 4)], ids=str)
+def test_a_batch_gets_the_same_compiled_code_whatever_came_before_it(sizes, tmp_path):
+    """Else a start in the middle of an epoch would go on with other kernels, and so with other bits."""
+
+    def check(rank):
+        seen = []
+
+        def backend(graph, inputs):
+            seen.append({type(size) for one in inputs for size in getattr(one, "shape", [one])})
+            return graph.forward
+
+        torch.compile = functools.partial(torch.compile, backend=backend)
+        line = nn.Linear(2, 2)
+        parallel._compile([line], "exact")
+        for size in sizes:
+            line(torch.ones(size, 2))
+        assert seen == [{int}, {int}]
+
+    ranks.on_ranks(1, check, tmp_path)  # in a process of its own, as none can be forked after it
+
+
+@pytest.mark.parametrize(("flags", "compiled"), [("-compile", ["_sum"]), ("-compile -cpu 1", []), ("", [])])
+def test_compile_compiles_the_loss_too_on_a_gpu(flags, compiled, monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function: found.append(function.__name__) or function)
+    losses.get_loss(config.parse_args(flags.split()))
+    assert found == compiled
 
 
 def float32_net(args):

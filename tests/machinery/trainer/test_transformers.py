@@ -30,5 +30,5 @@ def test_rotary_positions_rotate_complex_numbers():
     speeds = 10_000.0 ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
     places = torch.arange(10, dtype=torch.float64)[:, None]
     wanted = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * places * speeds)
-    got = gpt.apply_rotary(x, *gpt.rotary_angles(10, size, x.device))
+    got = gpt.apply_rotary(x, *gpt.rotary_angles(10, size))
     assert torch.allclose(torch.cat((wanted.real, wanted.imag), -1).float(), got, atol=1e-6)
