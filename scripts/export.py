@@ -78,7 +78,8 @@ def read(source: Path) -> dict[str, Tensor]:
     manifest = state.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
-    tensors = shards.read_whole(source, manifest, "model.")
+    tensors = shards.make_empty({name: one for name, one in manifest["tensors"].items() if name.startswith("model.")})
+    shards.read(source, [*manifest["shards"]], tensors)
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 

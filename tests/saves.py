@@ -79,14 +79,15 @@ def steps(folder: Path) -> list[int]:
 
 def kept(folder: Path) -> list[int]:
     """The steps of the checkpoints that are never removed."""
-    return [
-        step for step, name in zip(steps(folder), names(folder)) if (folder / "checkpoints" / name / "keep").exists()
-    ]
+    marks = [folder / "checkpoints" / name / "keep" for name in names(folder)]
+    return [step for step, mark in zip(steps(folder), marks) if mark.exists()]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
-    return shards.read_whole(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
+    shards.read(folder, [*manifest["shards"]], found := shards.make_empty(manifest["tensors"]))
+    return found
 
 
 def names(folder: Path) -> list[str]:

@@ -77,9 +77,7 @@ class Checks:
         """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
 
         Name what has a gradient and is trained by no optimizer, and what training changes outside of checkpoints.
-
-        Raises:
-            UsageError: a module or an optimizer was made after the start. RuntimeError: the ranks' copies differ.
+        Raises UsageError if a module or an optimizer was made after the start, RuntimeError if the copies differ.
         """
         parts, state = find_parts(self.trainer), self.trainer.state
         if other := self.parts ^ parts.ids():

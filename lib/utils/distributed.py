@@ -51,10 +51,8 @@ class World:
 def join(args: Namespace) -> Iterator[World]:
     """Join the run's process group for the block, and yield this process's World.
 
-    A single process needs no group: every collective below is then the identity.
-
-    Raises:
-        UsageError: the device that the flags name is not there, or a flag's value differs between the processes.
+    A single process needs no group: every collective below is then the identity. Raises UsageError if the device that
+    the flags name is not there, or a flag's value differs between the processes.
     """
     world = place()
     world = dataclasses.replace(world, device=pick_device(args, world.local_rank))
@@ -163,12 +161,6 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def kernel_variables() -> list[str]:
-    """Return the variables that make oneDNN and MKL choose other instructions, so that sums have other bits."""
-    names = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKLDNN_MAX_CPU_ISA")
-    return [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
-
-
 def user_threads() -> int | None:
     """Return the user's OMP_NUM_THREADS. torchrun sets 1 for several processes where the user set nothing."""
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -218,10 +210,9 @@ def broadcast_tensor(tensor: torch.Tensor, root: int) -> None:
 
 
 def attempt(action: Callable[[], Any] | None, world: World) -> Any:
-    """Return what `action()` gave on this rank (None: no action). An exception on one rank is raised on all.
+    """Return what `action()` gave on this rank (None: no action).
 
-    Raises:
-        UsageError, OSError, RuntimeError or ValueError: that of the lowest rank that met one.
+    Raises UsageError, OSError, RuntimeError or ValueError on all ranks: that of the lowest one that met any.
     """
     value = failure = mine = None
     try:

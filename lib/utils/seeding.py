@@ -19,6 +19,7 @@ DRAWS = 4  # seed, epoch, index: see `uniform`
 EVALUATION = 6  # seed, number: a micro-batch of an evaluation, at any step, and in -eval
 STEP = 7  # seed, step: what follows the passes of a step
 ON_DEVICE = 8  # seed, epoch, step, number: a dataset's on_device for a micro-batch
+SAMPLER = 9  # seed, epoch: what a dataset's own sampler draws
 
 
 def hash_ints(*numbers: int) -> int:

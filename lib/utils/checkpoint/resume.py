@@ -72,11 +72,8 @@ def start_facts(args: "Args", plan: Plan, past: Past | None) -> dict:
 def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
 
-    A run whose first `start` was given -resume, and that has no checkpoint yet, still begins there.
-
-    Raises:
-        UsageError: -resume names no checkpoint, there are some and none is good, or the newest has another format.
-        OSError: the disk does not answer, which says nothing about the checkpoints.
+    A run whose first `start` was given -resume, and that has no checkpoint yet, still begins there. Raises UsageError
+    if -resume names none, there are some and none is good, or the newest has another format; OSError as below.
     """
     if args.eval:
         return None
@@ -99,11 +96,8 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
 def find_newest_good(path: Path, world: World, leave_out: bool = False) -> Past | None:
     """Return the newest checkpoint at a path, whole on some disk, the same for all ranks; None if there is none.
 
-    A node may `leave_out` those on its disk, whose old run is to be moved away.
-
-    Raises:
-        UsageError: there are some, and none is good; or the newest is of another version of the code.
-        OSError: the disk does not answer.
+    A node may `leave_out` those on its disk, whose old run is to be moved away. Raises UsageError if there are some
+    and none is good, or the newest is of another format; OSError if the disk does not answer: they may be good.
     """
     on_disk = (lambda: [] if leave_out else _names(path)) if world.is_writer else None
     listed = distributed.gather_results(on_disk, world)
@@ -182,9 +176,8 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     """Return all flags as JSON has them, what the first start settled, the data, and what else bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
-    facts = {"samples": plan.samples, "engine": plan.engine}
-    facts |= {"processor": " ".join([processor, *distributed.kernel_variables()])}
-    facts |= {"torch": torch.__version__} | {name: metadata.version(name) for name in ("pillow", "torchvision")}
+    facts = {"samples": plan.samples, "engine": plan.engine, "processor": processor, "torch": torch.__version__}
+    facts |= {name: metadata.version(name) for name in ("pillow", "torchvision")}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts, **plan.data}, default=str))
 
 
@@ -197,10 +190,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     """Describe how flags and data differ from those `before`, where this is allowed; "" for no difference.
 
     A name that only one side knows, as after a change of the code, may differ; so may what MAY_DIFFER names. Without
-    a checkpoint only the data are compared.
-
-    Raises:
-        UsageError: before anything is written, for what the run may not continue with.
+    a checkpoint only the data are compared. Raises UsageError for what the run may not continue with.
     """
     can_choose = any(name.startswith("val") for name in splits)
     for flag, value in (("best", args.best), ("stop_after", args.stop_after)):
@@ -254,8 +244,7 @@ def restore_state(past: Past | None, plan: Plan) -> State:
 def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
     """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log what is damaged.
 
-    Raises:
-        UsageError: the tensors are not those of the run; or a weight is not finite, without -allow_change nan.
+    Raises UsageError if its tensors are not those of the run, or a weight is not finite, without -allow_change nan.
     """
     for flag in ("resume", "weights") if past.folder.parent == run_folder.path_of(args) / "checkpoints" else ():
         if given := getattr(args, flag):

@@ -72,8 +72,9 @@ def copy_to_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return copies on the CPU, by name; those of a GPU's in pinned memory, which torch keeps for the next copies."""
     copies = {}
     for name, one in tensors:
-        copies[name] = torch.empty_like(one, device="cpu", pin_memory=one.is_cuda)
-        copies[name].copy_(one, non_blocking=one.is_cuda)
+        copies[name] = torch.empty_like(one, device="cpu", pin_memory=one.is_cuda).copy_(
+            one, non_blocking=one.is_cuda
+        )
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # once for all
     return copies
@@ -134,13 +135,6 @@ def verify(path: Path, wanted: dict) -> None:
             watchdog.moved()
     if crc != wanted.get("crc32"):
         raise Damaged(f"{path}: its checksum is wrong")
-
-
-def read_whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint whose names begin with `start`, unsharded, on the CPU. See `read`."""
-    tensors = make_empty({name: about for name, about in manifest["tensors"].items() if name.startswith(start)})
-    read(folder, [*manifest["shards"]], tensors)
-    return tensors
 
 
 def make_empty(schema: dict[str, list], device: str = "cpu") -> dict[str, Tensor]:

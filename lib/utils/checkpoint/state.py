@@ -55,10 +55,8 @@ def encode_manifest(manifest: dict) -> bytes:
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint.
 
-    Raises:
-        Damaged: it differs from what was written, or a run could not go on from its content.
-        UsageError: it is of another format.
-        OSError: it is missing, or the disk does not answer.
+    Raises Damaged if it differs from what was written, or no run could go on from its content; UsageError for another
+    format; OSError if it is missing, or the disk does not answer.
     """
     path = folder / "manifest.json"
     data = files.read_bytes(path)

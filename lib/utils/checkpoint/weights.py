@@ -60,9 +60,8 @@ def load_into(
     For the path "imagenet" they are what `imagenet()` returns, tensors by name. The first process of each node calls
     it before the others, which then find its downloads. All ranks of the world call this together.
 
-    Raises:
-        UsageError: the file cannot be read, nothing in it fits, a tied weight has two values, or (`whole`) the model
-            has something that it lacks.
+    Raises UsageError if the file cannot be read, nothing in it fits, a tied weight has two values, or (`whole`) the
+    model has something that it lacks.
     """
 
     def load() -> dict[str, Tensor]:

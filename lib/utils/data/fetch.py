@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset, default_collate
 
 from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.plan import MicroBatch
@@ -38,6 +38,17 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
     return getattr(dataset, name, default)
+
+
+def find_sampler(dataset: Any) -> Any:
+    """Return a dataset's `sampler`, None unless it is one of torch's kind. Raises UsageError for one of others."""
+    sampler = option(dataset, "sampler")
+    if isinstance(sampler, DistributedSampler):
+        raise UsageError("the dataset's sampler is a DistributedSampler: the run itself shares the samples out")
+    if isinstance(sampler, Sampler) and sampler is not getattr(dataset, "sampler", None):
+        fault = "the dataset's sampler draws from more samples than the train split has"
+        raise UsageError(f"{fault} (by random_split, -overfit or -skip_bad_files): give it to the split")
+    return sampler if isinstance(sampler, Sampler) else None
 
 
 def has_whole_batches(dataset: MapDataset) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lib.utils import distributed
 from lib.utils.data import fetch
 from lib.utils.data.fetch import MapDataset, option
-from lib.utils.data.plan import MicroBatch
+from lib.utils.data.plan import MicroBatch, order
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -35,12 +35,18 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     for name, part in splits.items():
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
         digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
-        all_ranks = distributed.gather((len(part), digest), world)
+        count, drawn = len(part), ""
+        if name == "train" and args.shuffle and (sampler := fetch.find_sampler(part)) is not None:
+            count = len(sampler)
+            drawn, again = (_digest(order(count, args.seed, 1, sampler=sampler), "") for _ in range(2))
+            drawn = drawn if drawn == again else NEVER_THE_SAME
+        facts |= {"sampler digest": drawn} if name == "train" else {}
+        all_ranks = distributed.gather((count, digest, drawn), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:
             fault = f"-dataset {args.dataset}: the {name} samples of rank {odd[0]} are not those of rank 0"
             raise UsageError(f"{fault}: get_dataset must give the same on each; seed the generators that it makes")
-        facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": len(part)}
+        facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": count}
     return facts
 
 

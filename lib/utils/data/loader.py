@@ -59,7 +59,8 @@ class Loader:
 
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
         """Yield what `epoch` will fetch, without fetching it."""
-        indices = order(self.plan.samples, self.seed, epoch, self.shuffle)
+        sampler = fetch.find_sampler(self.dataset) if self.shuffle else None
+        indices = order(self.plan.samples, self.seed, epoch, self.shuffle, sampler)
         for step in range(first_step, self.plan.steps):
             parts = self.plan.cut(step)
             mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import operator
 import os
 import struct
 from collections import Counter
@@ -21,6 +22,7 @@ from lib.utils.errors import UsageError
 SIDEWAYS = (5, 6, 7, 8)  # orientations in EXIF that swap width and height
 MOST_PIXELS = 250_000_000  # of an image: a gigabyte when decoded in full
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
+_decode = operator.methodcaller("load")
 
 
 def find(folder: Path) -> tuple[list[str], Counter[str]]:
@@ -68,10 +70,6 @@ def read(file: str | Path, use: Callable[[Image.Image], Any], data: bytes | None
             fault = f"{file}: not a readable image ({reason})"
             raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
         raise
-
-
-def _decode(image: Image.Image) -> None:
-    image.load()
 
 
 def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box] | None = None) -> Image.Image:

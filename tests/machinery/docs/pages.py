@@ -25,7 +25,7 @@ FORMS = (
 )
 PAGE_PLUGINS = {  # plugins that the pages define or take from elsewhere, by kind
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
-    "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes", "saddle", "cifar10"],
+    "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes", "saddle", "cifar10", "balanced"],
     "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc", "free"],
 }
 
