@@ -25,7 +25,6 @@ SLOW_TESTS = """
     test_a_stock_fsdp_run_ends_with_the_weights_of_ddp_up_to_rounding
     test_half_precision_has_the_same_bits_under_ddp_and_fsdp_on_any_number_of_processes
     test_a_run_of_the_stock_engine_resumes_with_the_same_bits
-    test_a_deterministic_run_has_the_same_bits_with_and_without_fsdp
     test_averaged_weights_resume_exactly_also_on_another_number_of_processes
 """.split()
 

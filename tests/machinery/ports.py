@@ -11,6 +11,12 @@ def free() -> int:
         return server.getsockname()[1]
 
 
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 def listens(pid: int) -> list[str]:
     """The addresses, as the kernel writes them, on which a process listens; none after it has ended."""
     links, lines = [], []

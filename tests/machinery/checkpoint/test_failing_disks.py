@@ -1,7 +1,7 @@
 """Disks that fill up, vanish, become read-only or are slow during a run; unusual folders; signals during a save."""
 
-import contextlib
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -48,11 +48,7 @@ def mount(tmp_path):
 
 
 def fill(disk):
-    with (disk / "filler").open("wb", buffering=0) as file:
-        for size in (1 << 16, 1 << 12):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(size))
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
 
 
 def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(

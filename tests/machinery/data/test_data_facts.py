@@ -98,18 +98,16 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
     assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == [], "a method is none"
 
 
-class Draws(Dataset):
-    """Draws from the usual generators."""
+def draw():
+    """A sample that the usual generators draw."""
+    return random.random(), np.random.random(), torch.rand(300, 300).sum()
 
-    def __len__(self):
-        return 7
 
-    def __getitem__(self, index):
-        return index, random.random(), np.random.random(), torch.rand(300, 300).sum()
+PARTS = {"draws": Items([draw] * 7), "whole": Tensors(ROWS, ROWS), "items": Items([(1, 2)] * 5)}
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("part", [Draws(), Tensors(ROWS, ROWS), Items([(1, 2)] * 5)], ids=["draws", "whole", "items"])
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_the_facts_are_the_same_with_any_number_of_loader_processes_and_do_not_depend_on_generators(part):
     wanted = describe(part, "-workers 0")
     torch.manual_seed(5)
@@ -118,19 +116,10 @@ def test_the_facts_are_the_same_with_any_number_of_loader_processes_and_do_not_d
     assert wanted == describe(part, "-workers 0 -threads 2")
 
 
-class DrawsOwn(Dataset):
-    def __init__(self):
-        self.generator = torch.Generator()
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return torch.rand(64, generator=self.generator), index % 2
-
-
 def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_path):
-    with plugins(dataset={"own": lambda args: DrawsOwn()}):
+    own = torch.Generator()
+    part = Items([lambda: (torch.rand(64, generator=own), 1)] * 20)
+    with plugins(dataset={"own": lambda args: part}):
         folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2")
     assert "the samples of train differ each time they are read: no resume is exact" in log_of(folder)
 
@@ -157,10 +146,6 @@ def other_labels(args):
     return {**parts, "train": Tensors(inputs, (labels + 1) % 4)}
 
 
-def other_val(args):
-    return {**few(args), "val": few(args)["train"]}
-
-
 def named(*classes):
     def get_dataset(args):
         return {name: Tensors(*part.tensors, classes=classes) for name, part in few(args).items()}
@@ -170,7 +155,7 @@ def named(*classes):
 
 CHANGES = {
     "labels": (few, other_labels, "train digest was "),
-    "val": (few, other_val, "val samples was 13 and is 50"),
+    "val": (few, lambda args: {**few(args), "val": few(args)["train"]}, "val samples was 13 and is 50"),
     "no val": (few, lambda args: {"train": few(args)["train"]}, "val digest was "),
     "classes": (named("a", "b"), named("b", "a"), "classes was ['a', 'b'] and is ['b', 'a']"),
 }

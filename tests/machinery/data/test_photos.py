@@ -224,17 +224,6 @@ def failing(monkeypatch, number: int, times: int) -> None:
     monkeypatch.setattr(Image, "open", open_)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE])
-def test_an_error_of_the_disk_is_never_taken_for_a_bad_image(tmp_path, monkeypatch, number):
-    tiny_data.make_folder(tmp_path)
-    part = dataset(tmp_path)["val"]
-    with monkeypatch.context() as patch:
-        failing(patch, number, times=10**6)
-        with pytest.raises(OSError, match="injected") as caught:
-            part[0]
-        assert caught.value.errno == number
-
-
 @pytest.mark.parametrize("flags", ["-workers 1", "-workers 0 -skip_bad_files"])
 def test_a_disk_that_fails_for_a_moment_changes_no_bit(tmp_path, monkeypatch, flags):
     tiny_data.make_folder(tmp_path / "data")

@@ -284,20 +284,15 @@ def test_a_killed_pack_goes_on_and_leaves_no_half_of_a_shard(photos, tmp_path, m
     assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole") and len(read_all(tmp_path / "cut")) == 8
 
 
-def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_path, monkeypatch, capsys):
+def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_path, monkeypatch, script_error):
     pack.main([str(photos), "-o", str(tmp_path / "a")])
     written = pack.write
     with monkeypatch.context() as patch:
         patch.setattr(pack, "write", lambda *given: [one ^ 1 for one in written(*given)])
-        with pytest.raises(SystemExit):
-            pack.main([str(photos), "-o", str(tmp_path / "b")])
-    assert "what was written is not what is there" in capsys.readouterr().err and not list(
-        (tmp_path / "b").glob("*.tar")
-    )
+        assert "what was written is not what is there" in script_error(pack, photos, "-o", tmp_path / "b")
+    assert not list((tmp_path / "b").glob("*.tar"))
     monkeypatch.setattr(pack, "shard_count", lambda *_: 2)
-    with pytest.raises(SystemExit):
-        pack.main([str(photos), "-o", str(tmp_path / "a")])
-    assert "take an empty folder" in capsys.readouterr().err
+    assert "take an empty folder" in script_error(pack, photos, "-o", tmp_path / "a")
 
 
 PACK = {  # what is odd, and the message

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -98,8 +97,7 @@ def etcd(tmp_path):
     options |= {"initial-advertise-peer-urls": f"http://{peer}", "initial-cluster": f"default=http://{peer}"}
     command = ["etcd", "--enable-v2", *(f"--{name}={value}" for name, value in options.items())]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with socket.socket() as probe:
-        until(lambda: probe.connect_ex(("127.0.0.1", int(client.partition(":")[2]))) == 0)
+    until(lambda: not ports.is_free(int(client.partition(":")[2])))
     yield client
     server.terminate()
     server.wait()

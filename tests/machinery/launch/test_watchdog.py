@@ -22,6 +22,7 @@ from lib import launch
 from lib.launch import environment
 from lib.utils import watchdog
 from lib.utils.data import fetch
+from lib.utils.data.tensors import Tensors
 
 MINUTES = 0.1
 SOON_S = 30  # seconds after the time limit
@@ -153,9 +154,7 @@ class WaitsInForward(torch.nn.Linear):
         threading.Event().wait()
 
 
-class Zeros(Waits):
-    def __getitem__(self, index):
-        return torch.zeros(64), index % 4
+ZEROS = Tensors(torch.zeros(16, 64), torch.zeros(16, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,8 @@ class Zeros(Waits):
             "waiting for a batch of Waits from 1 loader processes (-workers); they hand it over in /dev/shm, which "
             "has 8 MB free: docker run --shm-size=8g, a smaller -micro_batch, or -workers 0",
         ),
-        (lambda args: Zeros(), lambda args: threading.Event().wait(), "", "building -arch waits"),
-        (lambda args: Zeros(), lambda args: WaitsInForward(64, 4), "-workers 2", "computing a batch"),
+        (lambda args: ZEROS, lambda args: threading.Event().wait(), "", "building -arch waits"),
+        (lambda args: ZEROS, lambda args: WaitsInForward(64, 4), "-workers 2", "computing a batch"),
     ],
     ids=["get_dataset", "sample", "loader", "get_model", "forward"],
 )

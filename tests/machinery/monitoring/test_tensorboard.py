@@ -1,16 +1,15 @@
 """The server of -tb, which shows the figures and the flags of all runs."""
 
-import errno
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.parse
 import urllib.request
 
+import ports
 import pytest
 from processes import CLEAN, ROOT, address_in, until
 from runs import lines
@@ -33,12 +32,6 @@ def log_loss(logger, step, loss=0.5):
 def fetch(address, path=""):
     with urllib.request.urlopen(address + path, timeout=60) as answer:
         return answer.read().decode()
-
-
-def is_refused(address):
-    place = urllib.parse.urlsplit(address)
-    with socket.socket() as probe:
-        return probe.connect_ex((place.hostname, place.port)) == errno.ECONNREFUSED
 
 
 def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
@@ -64,9 +57,9 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
 
     assert "TensorBoard" in fetch(other), "Ctrl-C stops only the run"
     second.kill()
-    until(lambda: is_refused(other))
+    until(lambda: ports.is_free(urllib.parse.urlsplit(other).port))
     assert first.communicate() == ("", None), "no request is logged"
-    assert is_refused(address)
+    assert ports.is_free(urllib.parse.urlsplit(address).port)
 
 
 def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step(start, tmp_path):

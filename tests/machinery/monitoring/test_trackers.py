@@ -5,7 +5,6 @@ import math
 import os
 import random
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import ports
 import pytest
 import runs
 from processes import ROOT, until
@@ -48,17 +48,12 @@ def run_killed_at(start, name, flags, env, step, sent):
 # MLflow
 
 
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
 class Server:
     """MLflow's server with a store in SQLite."""
 
     def __init__(self, folder: Path):
         # Below the range of ephemeral ports, which may be taken in the half minute until the server listens.
-        self.port, self.folder = next(one for one in random.sample(range(20000, 32000), 99) if is_free(one)), folder
+        self.port, self.folder = next(filter(ports.is_free, random.sample(range(20000, 32000), 99))), folder
         self.uri = f"http://127.0.0.1:{self.port}"
         self.start()
 

@@ -61,13 +61,6 @@ def uninterrupted(slurm, out):
     return out / "calm"
 
 
-def test_a_submitted_run_has_the_same_weights_as_one_started_here(slurm, uninterrupted, out):
-    slurm.train("-cpu 2 -dataset slow -slow_s 0 -model here", OMP_NUM_THREADS="1")
-    assert outcome(uninterrupted)["test"]["accuracy"] > 0.9
-    assert distance(uninterrupted, out / "here") == 0.0
-    assert (uninterrupted / "slurm").stat().st_mode & 0o777 == 0o700
-
-
 def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_settings(slurm, uninterrupted, code, out):
     """Only SIGTERM is sent. The run continues with the code that was submitted, and does not apply -reset again."""
     (out / "moved").mkdir()

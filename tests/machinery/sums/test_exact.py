@@ -97,12 +97,6 @@ def test_gradients_that_travel_in_many_chunks_and_slices_have_the_same_bits(tmp_
         assert bits(run(tmp_path, f"{flags} -cpu {cpu} -model on_{cpu}")) == truth
 
 
-def test_a_deterministic_run_has_the_same_bits_with_and_without_fsdp(tmp_path):
-    flags = f"{NET} -epochs 3 -deterministic"
-    truth = bits(run(tmp_path, f"{flags} -cpu 2 -model whole"))
-    assert bits_after_starts(tmp_path, flags, "-cpu 3 -parallel fsdp", "-cpu 2", "-cpu 2 -parallel fsdp") == truth
-
-
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 2", "-cpu 3 -find_unused", "-cpu 2 -parallel fsdp"])
 def test_a_run_of_the_stock_engine_resumes_with_the_same_bits(more, tmp_path):
     flags = f"{NET} -epochs 3 -deterministic no {more}"

@@ -67,14 +67,15 @@ class FromKwargs(Net):
 class Rows(Dataset):
     """A dataset like Hugging Face's: rows are dicts, and its methods have common names."""
 
-    def __init__(self, part: Tensors):
-        self.part, self.column_names = part, ["idx", "input_values", "label"]
+    def __init__(self, part: Tensors, *names: str):
+        self.part, self.column_names = part, names or ("idx", "input_values", "label")
 
     def __len__(self):
         return len(self.part)
 
     def __getitem__(self, index):
-        return {"idx": index, "input_values": self.part[index][0], "label": self.part[index][1]}
+        row = {"idx": index, "input_values": self.part[index][0], "label": self.part[index][1]}
+        return {name: row[name] for name in self.column_names}
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
@@ -85,17 +86,10 @@ class Rows(Dataset):
     map = select = with_format = filter = shard
 
 
-class Named(Rows):
-    """Rows with only those entries that a model with one input can take."""
-
-    def __getitem__(self, index):
-        return {"input_values": self.part[index][0], "label": self.part[index][1]}
-
-
 ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "batch": FromKwargs}
 DATASETS = {
     "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
-    "named": lambda args: {name: Named(part) for name, part in few(args).items()},
+    "named": lambda args: {name: Rows(part, "input_values", "label") for name, part in few(args).items()},
 }
 
 
@@ -185,32 +179,22 @@ def test_a_batch_may_be_any_mapping():
     assert [name for name, _ in named_tensors(deep)] == ["pair.0", "pair.1.0"]
 
 
-class Three(Tensors):
-    """Gives one entry too many."""
-
-    def __init__(self, part):
-        super().__init__(*part.tensors, part.tensors[1])
-
-
-class Unlabelled(Rows):
-    """Gives no labels."""
-
-    def __getitem__(self, index):
-        return {"input_values": self.part[index][0]}
-
-
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("odd", "message"),
     [
-        (Three, "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"),
         (
-            Unlabelled,
+            lambda part: Tensors(*part.tensors, part.tensors[1]),
+            "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME",
+        ),
+        (
+            lambda part: Rows(part, "input_values"),
             "a dict of input_values: (4, 64), and the model returns a Tensor without a loss",
         ),
     ],
+    ids=["one entry too many", "no labels"],
 )
-def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind, message, tmp_path, refused):
-    with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}):
+def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(odd, message, tmp_path, refused):
+    with plugins(dataset={"odd": lambda args: odd(few(args)["train"])}):
         line = refused(f"{SMALL} -dataset odd -cpu 1")
     assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
 

@@ -9,6 +9,7 @@ import torch
 from runs import lines, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lib.core import loss, parallel
@@ -391,12 +392,8 @@ def test_what_a_trainer_changes_outside_of_checkpoints_is_named_once(tmp_path):
     assert changes(text) == sorted([*(f"trainer.{name}" for name in changed), "model.2.training"])
 
 
-class Momentum(trainer.Trainer):
-    """Moves a teacher towards the model in each pass, as on one process many do."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+class Momentum(Distils):
+    """Moves its teacher towards the model in each pass, as on one process many do."""
 
     def training_step(self, batch):
         for mine, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
@@ -688,12 +685,8 @@ class DistilsWhole(Distils):
         self.teacher.requires_grad_(True)
 
 
-def compiled_net(args):
-    return torch.compile(plain_net(), backend="eager")
-
-
 def test_a_model_that_get_model_compiles_has_its_own_names_and_signature(tmp_path):
-    with plugins(arch={"compiled": compiled_net, "plain": plain_net}):
+    with plugins(arch={"compiled": lambda args: torch.compile(plain_net(), backend="eager"), "plain": plain_net}):
         for more in ("-cpu 1", "-cpu 2 -deterministic no"):
             both = [run(tmp_path, f"{FLAGS} -arch {n} {more} -model {n}{more[5]}") for n in ("compiled", "plain")]
             assert weights(both[0]).keys() == weights(both[1]).keys() and close(*both)
@@ -763,16 +756,12 @@ def parallel_free(model):
     return getattr(model, "module", model)
 
 
-class SecondModule(trainer.Trainer):
-    """Has a module that is not inside DDP."""
+class SecondModule(Forgotten):
+    """Trains its layer, which is not inside DDP."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.scale = nn.Linear(4, 4)
-        self.second = torch.optim.SGD(self.scale.parameters(), lr=0.1)
-
-    def training_step(self, batch):
-        return self.loss(self.scale(self.model(batch[0])), batch[1])
+        self.second = torch.optim.SGD(self.layer.parameters(), lr=0.1)
 
 
 class ThawsUnderDDP(trainer.Trainer):
@@ -838,15 +827,9 @@ def test_options_of_ddp_in_wrap_take_effect(tmp_path, monkeypatch):
 
     def no_sum(*args, **options):
         wrapped = real(*args, **options)
-        wrapped.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
+        wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
         return wrapped
 
     monkeypatch.setattr(parallel, "wrap", no_sum)
     folder = run(tmp_path, f"{STOCK} -model hooked", wanted=1)
     assert "the copies of model.1.weight differ: rank 1 and rank 0" in outcome(folder)["reason"]
-
-
-def done(buffer):
-    future = torch.futures.Future()
-    future.set_result(buffer)
-    return future

@@ -3,7 +3,6 @@
 import gc
 import os
 import re
-import types
 from pathlib import Path
 
 import pytest
@@ -74,24 +73,6 @@ def test_a_process_has_as_many_cores_as_torch_would_use_and_its_container_allows
     monkeypatch.setattr(Path, "read_text", read)
     found = [runtime.cores_per_process(World(local_size=size)) for size in (1, 2, 3, 16)]
     assert found == [cores, cores // 2, max(1, cores // 3), 1]
-
-
-@pytest.mark.parametrize(
-    ("flag", "saved", "user", "threads"),
-    [(None, None, None, 4), (None, None, "3", 3), (None, 2, "3", 2), (1, 2, "3", 1), (6, None, None, 6)],
-)
-def test_threads_are_the_flags_the_first_starts_the_users_or_a_share_of_the_cores(
-    flag, saved, user, threads, monkeypatch
-):
-    monkeypatch.setattr(runtime, "cores_per_process", lambda world: 8 // world.local_size)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    if user:
-        monkeypatch.setenv("OMP_NUM_THREADS", user)
-    try:
-        args = types.SimpleNamespace(threads=flag)
-        assert runtime.choose_threads(args, World(local_size=2), saved) == threads == torch.get_num_threads()
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(
