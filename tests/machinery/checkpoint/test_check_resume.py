@@ -96,12 +96,8 @@ def norm_net_and(forward):
     return lambda args: norm_net(args).append(Layer())
 
 
-def drift(outputs, layer):
-    return outputs * (1 + layer.passes / 100)
-
-
-def by_size(outputs, _):
-    return outputs * int(os.environ["WORLD_SIZE"])
+DRIFTS = norm_net_and(lambda outputs, layer: outputs * (1 + layer.passes / 100))
+BY_SIZE = norm_net_and(lambda outputs, _: outputs * int(os.environ["WORLD_SIZE"]))
 
 
 class Guided(trainer.Trainer):
@@ -130,8 +126,8 @@ MODEL = "model, loss or trainer"
 FAULTS = {  # plugin: its builder, the row that differs, when, the kind of difference, the likely cause
     "dataset a_generator": (noisy(lambda: STATE), "killed", "later", ledger.DRAWN, "a state of the dataset"),
     "dataset no_seed": (noisy(unseeded), "killed", "at once", ledger.DRAWN, "randomness or time in the dataset"),
-    "arch counter": (norm_net_and(drift), "killed", "later", ledger.LOSS, f"a state of the {MODEL}"),
-    "arch size": (norm_net_and(by_size), "on_1", "at once", ledger.LOSS, f"a {MODEL} that depends on the number"),
+    "arch counter": (DRIFTS, "killed", "later", ledger.LOSS, f"a state of the {MODEL}"),
+    "arch size": (BY_SIZE, "on_1", "at once", ledger.LOSS, f"a {MODEL} that depends on the number"),
     "trainer guided": (Guided, "on_1", "later", ledger.LOSS, "sums over processes that the trainer makes itself"),
 }
 

@@ -66,10 +66,6 @@ def test_a_training_step_that_does_not_return_a_scalar_tensor_with_a_gradient_is
     assert "training_step returns " in line and "the mean loss" in line
 
 
-def parse_others(args):
-    argparse.ArgumentParser().parse_args(["arguments", "of", "others"])
-
-
 class QuitsInAStep(Trainer):
     def training_step(self, batch):
         if self.world.is_main:
@@ -80,7 +76,7 @@ class QuitsInAStep(Trainer):
 @pytest.mark.parametrize(
     ("kind", "quits", "flags", "call"),
     [
-        ("dataset", parse_others, "-cpu 2", "sys.exit(2)"),
+        ("dataset", lambda args: argparse.ArgumentParser().parse_args(["of others"]), "-cpu 2", "sys.exit(2)"),
         ("arch", lambda args: sys.exit(0), "-cpu 1", "sys.exit(0)"),
         ("trainer", QuitsInAStep, "-cpu 2", "sys.exit(0)"),
     ],

@@ -1,7 +1,6 @@
 """A dataset's own sampler: the same samples on any number of processes, after any stop, or one line."""
 
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     Sampler,
-    SequentialSampler,
-    Subset,
     WeightedRandomSampler,
 )
 
@@ -36,21 +33,13 @@ class Rotated(Sampler):
         return iter((number + self.epoch) % 48 for number in range(48))
 
 
-class Short(Rotated):
-    """Gives fewer than it says."""
-
-    def __iter__(self):
-        return iter(range(47))
-
-
 SAMPLERS = {
     "weighted": lambda part: WeightedRandomSampler(HEAVY, 30),
     "rotated": lambda part: Rotated(),
     "own": lambda part: WeightedRandomSampler(HEAVY, 30, generator=torch.Generator()),
     "distributed": lambda part: DistributedSampler(part, 2, 0),
     "batches": lambda part: BatchSampler(range(48), 8, drop_last=False),
-    "short": lambda part: Short(),
-    "none": lambda part: "a sampler of sounds",
+    "short": lambda part: type("Short", (Rotated,), {"__iter__": lambda self: iter(range(47))})(),
 }
 
 
@@ -63,15 +52,10 @@ def with_sampler(name):
     return get_dataset
 
 
-def part_of(args):
-    parts = with_sampler("weighted")(args)
-    return {**parts, "train": Subset(parts["train"], range(40))}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
     made = {name: with_sampler(name) for name in SAMPLERS}
-    with plugins(arch={"norm_net": norm_net}, dataset={**made, "few": few, "part": part_of}):
+    with plugins(arch={"norm_net": norm_net}, dataset={**made, "few": few}):
         yield
 
 
@@ -85,11 +69,10 @@ def test_a_sampler_gives_the_same_run_on_any_number_of_processes_and_after_a_sto
     assert not same_tensors(one, weights(run(tmp_path, f"{FLAGS} -cpu 1 -model usual")))
 
 
-def test_a_weighted_sampler_draws_by_weight_and_others_in_each_epoch():
+def test_a_weighted_sampler_draws_others_in_each_epoch_and_none_without_shuffling():
     draws = [plan.order(4800, 0, epoch, sampler=WeightedRandomSampler(HEAVY, 4800)).tolist() for epoch in (1, 2, 1)]
     assert draws[0] == draws[2] != draws[1]
-    heavy = sum(count for index, count in Counter(draws[0]).items() if index >= 40) / 4800
-    assert heavy == pytest.approx(72 / 112, abs=0.03)
+    assert plan.order(9, 0, 1, shuffle=False, sampler=Rotated()).tolist() == [*range(9)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +81,6 @@ def test_a_weighted_sampler_draws_by_weight_and_others_in_each_epoch():
         ("distributed", "is a DistributedSampler: the run itself shares the samples out"),
         ("batches", "gives (6, 8) indices, and its len() is 6"),
         ("short", "gives (47,) indices, and its len() is 48"),
-        ("part", "draws from more samples than the train split has"),
         ("weighted -overfit 8", "draws from more samples than the train split has"),
     ],
 )
@@ -106,11 +88,9 @@ def test_a_sampler_that_cannot_be_right_is_refused(name, message, error_of):
     assert message in error_of(f"-dataset {name} -arch norm_net -num_classes 4 -cpu 1")
 
 
-def test_a_sampler_with_a_generator_of_its_own_is_warned_of_and_no_sampler_of_torchs_is_none(tmp_path):
-    flags = FLAGS.replace("-dataset few", "-dataset {0} -model {0}")
-    own, none = (run(tmp_path, flags.format(name) + " -cpu 1") for name in ("own", "none"))
+def test_a_sampler_with_a_generator_of_its_own_is_warned_of(tmp_path):
+    own = run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset own')} -cpu 1")
     assert "the samples of sampler differ each time they are read" in log_of(own)
-    assert same_tensors(weights(none), weights(run(tmp_path, f"{FLAGS} -cpu 1")))
 
 
 def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
@@ -131,7 +111,3 @@ def test_the_sampler_in_the_page_gives_each_sample_once_in_batches_of_similar_le
     spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in order.split(16)]
     usual = [int(lengths[batch].max() - lengths[batch].min()) for batch in plan.order(1000, 0, 1).split(16)]
     assert sum(spread) < 0.4 * sum(usual)
-
-
-def test_no_shuffling_leaves_the_sampler_out():
-    assert plan.order(48, 0, 1, shuffle=False, sampler=SequentialSampler(range(3))).tolist() == [*range(48)]

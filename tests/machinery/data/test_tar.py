@@ -47,10 +47,8 @@ def write(file: Path, members: dict, **options) -> None:
 def pairs(count: int, start: int = 0, path: str = "") -> dict:
     found = {}
     for number in range(start, start + count):
-        found |= {
-            f"{path}{number:04d}.jpg": jpeg(number % 2 * 100),
-            f"{path}{number:04d}.cls": b"%d\n" % (number % 2),
-        }
+        name, label = f"{path}{number:04d}", number % 2
+        found |= {f"{name}.jpg": jpeg(label * 100), f"{name}.cls": b"%d\n" % label}
     return found
 
 
@@ -83,10 +81,8 @@ def test_each_sample_is_what_its_files_say(shards):
     assert {name: len(part) for name, part in parts.items()} == {"train": 12, "val": 6}
     assert [label for _, label in parts["train"]] == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0]
     assert [bool(image.float().mean() > 80) for image, _ in parts["val"]] == [False, True] * 3
-    assert parts["train"].sample_name(0) == "train-0.tar/./0000.jpg at byte 512" and parts["val"].classes == [
-        "0",
-        "1",
-    ]
+    assert parts["train"].sample_name(0) == "train-0.tar/./0000.jpg at byte 512"
+    assert parts["val"].classes == ["0", "1"]
 
 
 def test_images_of_a_subclass_that_differ_each_time_are_noticed(shards):
@@ -127,9 +123,8 @@ def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, mon
     assert before == changed(shards) and len(before) == 2
     write(shards / "train-2.tar", pairs(9, 20))
     assert len(dataset(shards)["train"]) == 18 and len(changed(shards)) == 3
-    monkeypatch.setattr(
-        Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "read-only", str(shards / "index")))
-    )
+    error = OSError(30, "read-only", str(shards / "index"))
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(error))
     assert len(dataset(shards)["train"]) == 18  # one that another user made
     write(shards / "val" / "0.tar", pairs(6, 2))
     with pytest.raises(UsageError, match="give a -cache_dir"):
@@ -140,9 +135,8 @@ def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, mon
 
 def test_several_processes_make_one_index_and_a_kill_leaves_none(shards):
     fork = multiprocessing.get_context("fork")
-    slow = fork.Process(
-        target=lambda: (setattr(tar_index, "find_images", lambda shard: time.sleep(60)), dataset(shards))
-    )
+    sleepy = "find_images", lambda shard: time.sleep(60)
+    slow = fork.Process(target=lambda: (setattr(tar_index, *sleepy), dataset(shards)))
     slow.start()
     while not (shards / "index" / "train.lock").exists():
         time.sleep(0.01)
@@ -274,9 +268,8 @@ def test_a_killed_pack_goes_on_and_leaves_no_half_of_a_shard(photos, tmp_path, m
     assert pack.main([str(photos), "-o", str(tmp_path / "whole")]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(pack, "verify", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        child = multiprocessing.get_context("fork").Process(
-            target=pack.main, args=([str(photos), "-o", str(tmp_path / "cut")],)
-        )
+        argv = [str(photos), "-o", str(tmp_path / "cut")]
+        child = multiprocessing.get_context("fork").Process(target=pack.main, args=(argv,))
         child.start()
         child.join()
     assert child.exitcode == -signal.SIGKILL and list((tmp_path / "cut").glob("*.partial"))
@@ -321,8 +314,7 @@ def test_what_cannot_be_packed_is_one_line(photos, tmp_path, capsys, case):
 def test_resized_photos_are_upright_and_in_8_bits(photos, tmp_path):
     pack.main([str(photos), "-o", str(tmp_path / "a"), "-resize", "24"])
     with tarfile.open(tmp_path / "a" / "val-00000-of-00001.tar") as opened:
-        images = [
-            Image.open(io.BytesIO(opened.extractfile(one).read())) for one in opened if one.name.endswith("jpg")
-        ]
+        found = [opened.extractfile(one).read() for one in opened if one.name.endswith("jpg")]
+    images = [Image.open(io.BytesIO(data)) for data in found]
     assert sorted(image.size for image in images) == [(24, 24), (24, 32), (24, 32), (24, 32), (24, 32), (24, 32)]
     assert 150 < np.array(next(image for image in images if image.size == (24, 24))).mean() < 160

@@ -33,15 +33,11 @@ def per_token(args):
     return nn.Sequential(nn.Linear(6, 20), nn.Unflatten(1, (5, 4)))
 
 
-def labelled(args):
-    return {"train": Tensors(INPUTS, LABELS), "val": Tensors(INPUTS[:21], LABELS[10:31])}
+def with_targets(targets):
+    return lambda args: {"train": Tensors(INPUTS, targets), "val": Tensors(INPUTS[:21], targets[10:31])}
 
 
-def sentences(args):
-    return {"train": Tensors(INPUTS, TOKENS), "val": Tensors(INPUTS[:21], TOKENS[10:31])}
-
-
-CASES = {"labels": (linear, labelled, LABELS), "tokens": (per_token, sentences, TOKENS)}
+CASES = {"labels": (linear, with_targets(LABELS), LABELS), "tokens": (per_token, with_targets(TOKENS), TOKENS)}
 
 
 def plain(model: nn.Module, inputs, targets, order) -> nn.Module:

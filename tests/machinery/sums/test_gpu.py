@@ -59,6 +59,9 @@ optimizer.clip([parameter], 1.0, exact=True)
 """
 
 
+GPT = "-dataset tokens -tokens_samples 165"
+
+
 def python(*args, env=None):
     command = [sys.executable, *args]
     done = subprocess.run(command, cwd=config.ROOT, env=env, capture_output=True, text=True, timeout=280)
@@ -81,10 +84,7 @@ def test_a_stopped_run_with_dropout_and_augmentation_resumes_with_the_same_bits_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "flags",
-    ["-clip_grad 0.1", "-bf16", "-parallel fsdp", "-parallel fsdp -dataset tokens -tokens_samples 165 -bf16"],
-)
+@pytest.mark.parametrize("flags", ["-clip_grad 0.1", "-bf16", "-parallel fsdp", f"-parallel fsdp -bf16 {GPT}"])
 def test_one_and_two_processes_on_gpus_end_at_the_same_bits(flags, tmp_path):
     """On one GPU, too: NCCL takes two processes on it if their names of the host differ."""
     flags = [
