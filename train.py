@@ -12,8 +12,7 @@ from lib.utils.errors import EXIT_CODES, UsageError, load_optional, run_program
 def main(argv: list[str] | None = None) -> int:
     """Read the command line, start the processes, and return the exit code.
 
-    Returns:
-        0 finished, 75 stopped, 1 failed, 2 bad usage.
+    It is 0 for finished, 75 for stopped, 1 for failed, and 2 for bad usage.
     """
     try:
         with signals.exit_on_signal():

@@ -33,15 +33,13 @@ class Run:
     """What this process knows of its run before the training."""
 
     def __init__(self, args: Args, dataset: Any, stack: contextlib.ExitStack):
-        """Find out what the run is. Nothing is written by then.
+        """Find out what the run is. Nothing is written by then. Raises UsageError if it cannot be what the flags say.
 
         1. Join the process group, and set up this process's device.
         2. Lock the run's folder, unless this is -eval or -debug.
         3. Find what its first start settled, and its newest good checkpoint.
         4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
         5. Set the number of threads, and compare flags and data with those before.
-
-        Raises UsageError if the run cannot be what the flags say.
         """
         self.args, self.stack = args, stack
         splits = loader.splits(dataset, args.dataset, args.overfit)

@@ -28,7 +28,7 @@ try:
     from lib.launch import environment, local
     from lib.utils import distributed, runtime
     from lib.utils.checkpoint import manager, resume, run_folder, state, weights
-    from lib.utils.data import fetch, loader
+    from lib.utils.data import fetch, fingerprint, loader
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError, printable
     from scripts import agent, check_data
@@ -152,17 +152,23 @@ def data(args) -> Findings:
     """
     splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
-    past = resume.find(args, World())
-    count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
-    before = past.manifest["config"] if past else {}
-    plan = resume.plan(args, {"samples": len(splits["train"])}, World(size=count, local_size=count), before)
-    runtime.choose_threads(args, World(local_size=count), before.get("threads"))
-    resume.check_flags(args, plan, past, before, splits)
     for line in fetch.option(splits["train"], "log_lines", ()):
         yield NOTE, line
+    faults = {}
     if args.check_data or hasattr(splits["train"], "sample_name"):  # files that people bring
-        for number, text in check_data.find_faults(splits, World()).values():
-            yield NOTE if args.skip_bad_files and not number else BAD, text
+        faults = check_data.find_faults(splits, World())
+    for number, text in faults.values():
+        yield NOTE if args.skip_bad_files and not number else BAD, text
+    past = resume.find(args, World())
+    count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
+    before, facts = past.manifest["config"] if past else {}, {"samples": len(splits["train"])}
+    if args.skip_bad_files or not faults:  # else a run would end at one of them
+        splits, _ = check_data.skip(splits, args, World(), past)
+        facts = fingerprint.describe(splits, args, World())
+    plan = resume.plan(args, facts, World(size=count, local_size=count), before)
+    runtime.choose_threads(args, World(local_size=count), before.get("threads"))
+    if "classes" in facts:
+        resume.check_flags(args, plan, past, before, splits)
     begins = f"resumes from {past.folder}" if past else "is a new run"
     yield OK, f"-model {args.model} {begins}: {plan.steps} steps an epoch, micro-batches of {plan.micro} samples"
 

@@ -116,6 +116,7 @@ def shard_name(split: str, number: int, count: int) -> str:
 def pack(split: str, samples: list[Sample], out: Path, count: int, convert) -> None:
     """Write the shards of a split that are not there yet, each with equally many samples."""
     pause = 0.1 if sys.stderr.isatty() else tar_index.QUIET_S
+    tqdm.monitor_interval = 0  # no thread that redraws
     bar = tqdm(total=len(samples), desc=split, unit="image", mininterval=pause, maxinterval=pause, delay=pause)
     for number in range(count):
         part = samples[number * len(samples) // count : (number + 1) * len(samples) // count]

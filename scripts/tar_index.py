@@ -148,6 +148,7 @@ def scan(shards: list[Path], split: str) -> np.ndarray:
     """Return the index of shards. Raises UsageError for what is wrong with one of them."""
     parts = []
     pause = 0.1 if sys.stderr.isatty() else QUIET_S
+    tqdm.monitor_interval = 0  # no thread that redraws: a run's processes are forked after this
     bar = tqdm(shards, f"indexing {split}", unit="shard", mininterval=pause, maxinterval=pause, delay=pause)
     for number, shard in enumerate(bar):
         try:

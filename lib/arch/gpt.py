@@ -10,7 +10,7 @@ from lib.utils.errors import UsageError
 
 STD = 0.02  # deviation of fresh weights
 ROTARY_BASE = 10_000.0  # the slowest rotary pair turns once in 2 pi ROTARY_BASE places
-LONGEST = 32_768  # tokens of a sample
+PLACES = 32_768  # tokens of a sample, at least, for which there are angles
 
 
 def add_args(parser):
@@ -31,18 +31,19 @@ def get_model(args) -> nn.Module:
     width, heads = args.gpt_width, args.gpt_heads
     if width % (2 * heads):
         raise UsageError(f"-gpt_width {width} -gpt_heads {heads}: a width that twice the heads divide is needed")
-    return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout)
+    places = max(PLACES, getattr(args, "tokens_length", 0))
+    return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout, places)
 
 
 class GPT(nn.Module):
     """The decoder, with tied embeddings."""
 
-    def __init__(self, tokens: int, depth: int, width: int, heads: int, dropout: float):
+    def __init__(self, tokens: int, depth: int, width: int, heads: int, dropout: float, places: int = PLACES):
         super().__init__()
         self.embed, self.drop, self.norm = nn.Embedding(tokens, width), nn.Dropout(dropout), nn.RMSNorm(width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         # As buffers: torch.compile would compute them again in each kernel.
-        for name, values in zip(("cos", "sin"), rotary_angles(LONGEST, width // heads), strict=True):
+        for name, values in zip(("cos", "sin"), rotary_angles(places, width // heads), strict=True):
             self.register_buffer(name, values, persistent=False)
         small = STD / math.sqrt(2 * depth)  # so that the sum over all blocks begins no larger than one of them
         for name, weight in self.named_parameters():

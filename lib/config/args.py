@@ -24,11 +24,8 @@ TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be s
 def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     """Return the values of all flags. Those of -cfg FILE are read first, so that the command line wins.
 
-    Without `describe` no plugin looks at its data: a run's config.yaml, as -cfg, has all flags.
-
-    Raises:
-        UsageError: names the flag, the value and what would be right.
-        SystemExit: after -h has printed the help.
+    Without `describe` no plugin looks at its data: a run's config.yaml, as -cfg, has all flags. Raises UsageError,
+    with the flag, its value and what would be right; SystemExit once -h has printed the help.
     """
     argv = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     cfg = last_value("cfg", argv)

@@ -40,8 +40,7 @@ def record_refusal(reason: str) -> None:
 def finish_job(history: Path, code: int) -> int:
     """Requeue the job if its run must go on, else say why not. `code` is the tasks' exit code.
 
-    Returns:
-        The job's exit code: 0 for a run that is finished or requeued, 75, 2, or the tasks' own.
+    Returns the job's exit code: 0 for a run that is finished or requeued, 75, 2, or the tasks' own.
     """
     start = run_folder.read_json(history)
     if start.get("restart") != restart_count():

@@ -349,9 +349,12 @@ class Trainer:
             self.state.bad_row = 0 if math.isfinite(norm) else self.state.bad_row + 1
             self.state.bad_steps += not math.isfinite(norm)
         means = torch.stack([loss for loss, _ in self.pending_losses]).tolist() if self.pending_losses else []
-        for mean, (_, count) in zip(means, self.pending_losses, strict=True):
+        tensors = [count for _, count in self.pending_losses if isinstance(count, Tensor)]
+        read = iter(torch.stack(tensors).tolist() if tensors else ())
+        counts = [next(read) if isinstance(count, Tensor) else count for _, count in self.pending_losses]
+        for mean, count in zip(means, counts, strict=True):
             if math.isfinite(mean):
-                self.metrics.update({"loss": mean * float(count), "samples": float(count)})
+                self.metrics.update({"loss": mean * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
     def validate(self) -> None:
@@ -507,9 +510,8 @@ class Trainer:
     def finish(self, figures: dict[str, dict[str, float]] | None) -> str:
         """Save for the last time, and write the final weights of a finished run. `figures`: of `evaluate_test`.
 
-        Returns:
-            "finished" or "stopped"; or "failed" where a node of torchrun's is gone: the others then start the run
-            again on the remaining ones.
+        Returns "finished" or "stopped"; or "failed" where a node of torchrun's is gone: the others then start the run
+        again on the remaining ones.
         """
         finished = self.is_done() and figures is not None
         if finished:

@@ -75,9 +75,8 @@ class Checkpoints:
             step: the optimizer step, for the name.
             keep: spare it from removal.
 
-        Raises:
-            RuntimeError: saving fails for good, and the run ends rather than continue without.
-            OSError: another process has the run's folder.
+        Raises RuntimeError if saving fails for good, as no run continues without; OSError if another process has the
+        run's folder.
         """
         run_folder.check_lock(self.folder.parent)
         self.finish()

@@ -73,7 +73,7 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
 
     A run whose first `start` was given -resume, and that has no checkpoint yet, still begins there. Raises UsageError
-    if -resume names none, there are some and none is good, or the newest has another format; OSError as below.
+    if -resume names none, there are some and none is good, or the newest has another format; OSError if a disk fails.
     """
     if args.eval:
         return None
@@ -176,7 +176,8 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     """Return all flags as JSON has them, what the first start settled, the data, and what else bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
-    facts = {"samples": plan.samples, "engine": plan.engine, "processor": processor, "torch": torch.__version__}
+    facts = {"samples": plan.samples, "engine": plan.engine, "torch": torch.__version__}
+    facts |= {"processor": " ".join([processor, *distributed.KERNEL_VARIABLES])}
     facts |= {name: metadata.version(name) for name in ("pillow", "torchvision")}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts, **plan.data}, default=str))
 

@@ -58,10 +58,8 @@ def load_into(
     """Give the model the weights in a file, or of a run; return how many, and what is missing or not used.
 
     For the path "imagenet" they are what `imagenet()` returns, tensors by name. The first process of each node calls
-    it before the others, which then find its downloads. All ranks of the world call this together.
-
-    Raises UsageError if the file cannot be read, nothing in it fits, a tied weight has two values, or (`whole`) the
-    model has something that it lacks.
+    it before the others, which then find its downloads. All ranks of the world call this together. Raises UsageError
+    if the file cannot be read, nothing in it fits, a tied weight has two values, or (`whole`) the model has more.
     """
 
     def load() -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import reprlib
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.plan import MicroBatch
@@ -40,15 +42,30 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     return getattr(dataset, name, default)
 
 
-def find_sampler(dataset: Any) -> Any:
-    """Return a dataset's `sampler`, None unless it is one of torch's kind. Raises UsageError for one of others."""
+def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
+    """Return what a dataset's own `sampler` draws under a seed of the epoch, (samples,) int64; None without one.
+
+    Raises UsageError unless that is one index of the dataset for each of the sampler's length.
+    """
     sampler = option(dataset, "sampler")
-    if isinstance(sampler, DistributedSampler):
-        raise UsageError("the dataset's sampler is a DistributedSampler: the run itself shares the samples out")
-    if isinstance(sampler, Sampler) and sampler is not getattr(dataset, "sampler", None):
-        fault = "the dataset's sampler draws from more samples than the train split has"
-        raise UsageError(f"{fault} (by random_split, -overfit or -skip_bad_files): give it to the split")
-    return sampler if isinstance(sampler, Sampler) else None
+    if sampler is None:
+        return None
+    if isinstance(dataset, Subset) and "sampler" not in vars(dataset):
+        raise UsageError("only a part of the training samples is left, and their sampler draws from all of them")
+    seeding.seed(seeding.SAMPLER, seed, epoch)
+    if set_epoch := getattr(sampler, "set_epoch", None):
+        set_epoch(epoch)
+    with contextlib.suppress(TypeError, ValueError):  # it has no length, or gives batches
+        indices = torch.tensor([*itertools.islice(sampler, len(sampler) + 1)])
+        fits = indices.dtype == torch.int64 and indices.shape == (len(sampler),) and len(indices) > 0
+        if (
+            fits
+            and 0 <= indices.min() <= indices.max() < len(dataset)
+            and not isinstance(sampler, DistributedSampler)
+        ):
+            return indices
+    wanted = f"as many numbers from 0 to {len(dataset) - 1} as its len(), on each process all those of the epoch"
+    raise UsageError(f"the training samples have a sampler, {sampler!r:.60}, which must give {wanted}")
 
 
 def has_whole_batches(dataset: MapDataset) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lib.utils import distributed
 from lib.utils.data import fetch
 from lib.utils.data.fetch import MapDataset, option
-from lib.utils.data.plan import MicroBatch, order
+from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -31,17 +31,18 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     """
     classes = option(splits["train"], "classes")  # a number in other people's datasets
     facts: dict[str, Any] = {"classes": [*map(str, classes)] if isinstance(classes, Sequence | Mapping) else []}
+    facts["sampler digest"] = "none"
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
         digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
-        count, drawn = len(part), ""
-        if name == "train" and args.shuffle and (sampler := fetch.find_sampler(part)) is not None:
-            count = len(sampler)
-            drawn, again = (_digest(order(count, args.seed, 1, sampler=sampler), "") for _ in range(2))
-            drawn = drawn if drawn == again else NEVER_THE_SAME
-        facts |= {"sampler digest": drawn} if name == "train" else {}
-        all_ranks = distributed.gather((count, digest, drawn), world)
+        count = len(part)
+        draws = [fetch.draw_order(part, args.seed, epoch) for epoch in (0, 9, 0) if name == "train" and args.shuffle]
+        if draws and draws[0] is not None:
+            first, later, again = (_digest(one, "") for one in draws)
+            count = len(draws[0])
+            facts["sampler digest"] = f"{first} {later}" if first == again else NEVER_THE_SAME
+        all_ranks = distributed.gather((count, digest, facts["sampler digest"]), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:
             fault = f"-dataset {args.dataset}: the {name} samples of rank {odd[0]} are not those of rank 0"

@@ -59,8 +59,8 @@ class Loader:
 
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
         """Yield what `epoch` will fetch, without fetching it."""
-        sampler = fetch.find_sampler(self.dataset) if self.shuffle else None
-        indices = order(self.plan.samples, self.seed, epoch, self.shuffle, sampler)
+        own = fetch.draw_order(self.dataset, self.seed, epoch) if self.shuffle else None
+        indices = order(self.plan.samples, self.seed, epoch, self.shuffle) if own is None else own
         for step in range(first_step, self.plan.steps):
             parts = self.plan.cut(step)
             mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)
@@ -101,6 +101,7 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
         return parts
     whole, count = parts["train"], min(overfit, len(parts["train"]))
     few = Subset(whole, [number * len(whole) // count for number in range(count)])  # of all classes
+    vars(few)["sampler"] = None  # theirs draws from all samples
     return {"train": few, "val": few}
 
 

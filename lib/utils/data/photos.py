@@ -49,9 +49,8 @@ def describe(others: Counter[str]) -> str:
 def read(file: str | Path, use: Callable[[Image.Image], Any], data: bytes | None = None) -> Any:
     """Return what `use` makes of an image file, or of `data` that came from there.
 
-    Raises what `use` raises for an image that can be decoded, or:
-        UsageError: the content is no image that can be read.
-        OSError: the disk fails; it has the number of the error.
+    Raises what `use` raises for an image that can be decoded; UsageError for content that is no image; OSError, with
+    its number, if the disk fails.
     """
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
     try:

@@ -6,32 +6,19 @@ is repeated to fill a share.
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lib.utils import seeding
-from lib.utils.errors import UsageError
 
-
-def order(samples: int, seed: int, epoch: int, shuffle: bool = True, sampler: Iterable[int] | None = None) -> Tensor:
+def order(samples: int, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
     """Return the indices of an epoch's samples, (samples,) int64, in the order of torch's DistributedSampler.
 
-    10^8 samples take some seconds an epoch, and 800 MB in each process. A `sampler` draws them under a seed of the
-    epoch instead. Raises UsageError if it does not give `samples` numbers.
+    10^8 samples take some seconds an epoch, and 800 MB in each process.
     """
     if not shuffle:
         return torch.arange(samples, device="cpu")
-    if sampler is not None:
-        seeding.seed(seeding.SAMPLER, seed, epoch)
-        if set_epoch := getattr(sampler, "set_epoch", None):
-            set_epoch(epoch)
-        indices = torch.tensor([*sampler])
-        if indices.shape != (samples,):
-            raise UsageError(f"a dataset's sampler gives {tuple(indices.shape)} indices, and its len() is {samples}")
-        return indices
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch), device="cpu")
 
 

@@ -140,9 +140,8 @@ def test_a_kill_while_best_weights_are_written_keeps_the_older_ones_and_their_ch
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert saves.newest(tmp_path) == 1 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
-    assert [path.name for path in (tmp_path / "best").iterdir()] == ["weights.safetensors"], (
-        "removed at the next start"
-    )
+    left = [path.name for path in (tmp_path / "best").iterdir()]
+    assert left == ["weights.safetensors"], "removed at the next start"
 
 
 def test_best_is_the_highest_score_and_never_nan(caplog):

@@ -183,9 +183,8 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(
         assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1", *more]) == 2
         captured = capsys.readouterr()
         assert len(captured.err.splitlines()) == 1 and not captured.out
-        assert captured.err.startswith(
-            f"train.py: -model same: {out / 'same'} is in use by host {socket.gethostname()}, "
-        )
+        owner = f"{out / 'same'} is in use by host {socket.gethostname()}, "
+        assert captured.err.startswith(f"train.py: -model same: {owner}")
         assert f"pid {other.pid}" in captured.err and other.is_alive()
     assert runs.outcome(out / "same") == before and not (out / ".old").exists()
 

@@ -170,10 +170,8 @@ def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_endi
         (train / name).touch()
     (tmp_path / "val" / "bee" / "f.heic").touch()
     [line] = dataset(tmp_path)["train"].log_lines
-    assert "7 files are not read: 3 .heic, " in line and all(
-        f"1 {one}" in line for one in (".gif", ".jfif", "no ending")
-    )
-    assert "1 outside the class folders" in line and ".jpeg" in line
+    counts = ("7 files are not read: 3 .heic, ", "1 .gif", "1 .jfif", "1 no ending", "1 outside the class folders")
+    assert all(one in line for one in (*counts, ".jpeg"))
     for file in (train / "ant").glob("*.jpg"):
         file.unlink()
     assert "no image in " in refusal(tmp_path) and "2 .heic" in refusal(tmp_path)

@@ -1,26 +1,24 @@
 """A dataset's own sampler: the same samples on any number of processes, after any stop, or one line."""
 
+import itertools
 import re
 
 import pytest
 import torch
 from runs import few, norm_net, plugins, run, same_tensors, weights
 from saves import SMALL, log_of
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 from lib import config
-from lib.utils.data import plan
+from lib.utils.data import fetch, plan
+from lib.utils.data.tensors import Tensors
+from scripts import doctor
 
 FLAGS = f"{SMALL} -epochs 2 -threads 1"
 HEAVY = [1.0] * 40 + [9.0] * 8
 
 
-class Rotated(Sampler):
+class Rotated(data.Sampler):
     """What an epoch takes follows from set_epoch."""
 
     def __len__(self):
@@ -33,14 +31,42 @@ class Rotated(Sampler):
         return iter((number + self.epoch) % 48 for number in range(48))
 
 
+class Own(Rotated):
+    """Has a state that each new epoch changes."""
+
+    seen = 0
+
+    def set_epoch(self, epoch):
+        self.epoch, self.seen = epoch, max(epoch, self.seen)
+
+    def __iter__(self):
+        return iter((number + self.seen) % 48 for number in range(48))
+
+
+def gives(numbers):
+    return lambda part: type("Odd", (Rotated,), {"__iter__": lambda self: iter(numbers)})()
+
+
 SAMPLERS = {
-    "weighted": lambda part: WeightedRandomSampler(HEAVY, 30),
+    "weighted": lambda part: data.WeightedRandomSampler(HEAVY, 30),
     "rotated": lambda part: Rotated(),
-    "own": lambda part: WeightedRandomSampler(HEAVY, 30, generator=torch.Generator()),
-    "distributed": lambda part: DistributedSampler(part, 2, 0),
-    "batches": lambda part: BatchSampler(range(48), 8, drop_last=False),
-    "short": lambda part: type("Short", (Rotated,), {"__iter__": lambda self: iter(range(47))})(),
+    "as_list": lambda part: [*range(40), *range(8)],  # torch takes any iterable with a length
+    "own": lambda part: Own(),
+    "distributed": lambda part: data.DistributedSampler(part, 2, 0),
+    "batches": lambda part: data.BatchSampler(range(50), 8, drop_last=False),
+    "short": gives(range(47)),
+    "endless": gives(itertools.repeat(0)),
+    "negative": gives([-1, *range(47)]),
+    "large": gives([50, *range(47)]),
+    "floats": gives([0.5] * 48),
+    "no_length": lambda part: iter(range(48)),
+    "empty": lambda part: [],
 }
+
+
+def part_of(args):
+    parts = with_sampler("weighted")(args)
+    return {**parts, "train": data.Subset(parts["train"], range(40))}
 
 
 def with_sampler(name):
@@ -55,11 +81,11 @@ def with_sampler(name):
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
     made = {name: with_sampler(name) for name in SAMPLERS}
-    with plugins(arch={"norm_net": norm_net}, dataset={**made, "few": few}):
+    with plugins(arch={"norm_net": norm_net}, dataset={**made, "few": few, "part": part_of}):
         yield
 
 
-@pytest.mark.parametrize("name", ["weighted", "rotated"])
+@pytest.mark.parametrize("name", ["weighted", "rotated", "as_list"])
 def test_a_sampler_gives_the_same_run_on_any_number_of_processes_and_after_a_stop(name, tmp_path):
     flags = FLAGS.replace("-dataset few", f"-dataset {name}")
     one = weights(run(tmp_path, f"{flags} -cpu 1 -model one"))
@@ -69,44 +95,49 @@ def test_a_sampler_gives_the_same_run_on_any_number_of_processes_and_after_a_sto
     assert not same_tensors(one, weights(run(tmp_path, f"{FLAGS} -cpu 1 -model usual")))
 
 
-def test_a_weighted_sampler_draws_others_in_each_epoch_and_none_without_shuffling():
-    draws = [plan.order(4800, 0, epoch, sampler=WeightedRandomSampler(HEAVY, 4800)).tolist() for epoch in (1, 2, 1)]
-    assert draws[0] == draws[2] != draws[1]
-    assert plan.order(9, 0, 1, shuffle=False, sampler=Rotated()).tolist() == [*range(9)]
+@pytest.mark.parametrize("more", ["-shuffle no", "-overfit 20"])
+def test_no_shuffling_and_few_samples_leave_the_sampler_out(more, tmp_path):
+    runs = [f"{FLAGS.replace('-dataset few', f'-dataset {name}')} {more} -cpu 1" for name in ("few", "weighted")]
+    assert same_tensors(*(weights(run(tmp_path, one)) for one in runs))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("distributed", "is a DistributedSampler: the run itself shares the samples out"),
-        ("batches", "gives (6, 8) indices, and its len() is 6"),
-        ("short", "gives (47,) indices, and its len() is 48"),
-        ("weighted -overfit 8", "draws from more samples than the train split has"),
-    ],
-)
-def test_a_sampler_that_cannot_be_right_is_refused(name, message, error_of):
-    assert message in error_of(f"-dataset {name} -arch norm_net -num_classes 4 -cpu 1")
+REFUSED = "distributed batches short endless negative large floats no_length empty part".split()
 
 
-def test_a_sampler_with_a_generator_of_its_own_is_warned_of(tmp_path):
-    own = run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset own')} -cpu 1")
-    assert "the samples of sampler differ each time they are read" in log_of(own)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_sampler_that_cannot_be_right_is_one_line(name, error_of):
+    wanted = "only a part of the" if name == "part" else "which must give as many numbers from 0 to 49 as its len()"
+    assert wanted in error_of(f"-dataset {name} -arch norm_net -num_classes 4 -cpu 1")
+
+
+def test_a_sampler_that_draws_others_under_the_same_seed_is_warned_of(tmp_path):
+    folder = run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset own')} -cpu 1")
+    assert "the samples of sampler differ each time they are read" in log_of(folder)
+
+
+def test_doctor_plans_with_the_length_of_the_sampler(tmp_path, capsys):
+    run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset weighted')} -cpu 1 -limit_steps 1", wanted=75)
+    doctor.main(["-cfg", str(tmp_path / "weighted_norm_net/config.yaml"), "-cpu", "1", "-out", str(tmp_path)])
+    assert "resumes from" in (said := capsys.readouterr().out) and "2 steps an epoch" in said
 
 
 def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
     flags = FLAGS.replace("-dataset few", "-dataset weighted")
     run(tmp_path, f"{flags} -cpu 1 -limit_steps 2", wanted=75)
-    monkeypatch.setitem(SAMPLERS, "weighted", lambda part: WeightedRandomSampler(HEAVY[::-1], 30))
+    monkeypatch.setitem(SAMPLERS, "weighted", lambda part: data.WeightedRandomSampler(HEAVY[::-1], 30))
     assert "sampler digest was" in refused(f"{flags} -cpu 1")
     run(tmp_path, f"{flags} -cpu 1 -allow_change data")
 
 
 def test_the_sampler_in_the_page_gives_each_sample_once_in_batches_of_similar_length():
     text = (config.ROOT / "docs/data.md").read_text()
-    space = {"Sampler": Sampler, "torch": torch}
+    space = {"Sampler": data.Sampler, "torch": torch}
     exec(re.search(r"```python\n(class ByLength.*?)```", text, re.S)[1], space)
     lengths = torch.randint(1, 100, (1000,))
-    order = plan.order(1000, 0, 1, sampler=space["ByLength"](lengths, batch=16, window=10))
+    part = Tensors(lengths)
+    part.sampler = space["ByLength"](lengths, batch=16, window=10)
+    order, other, again = (fetch.draw_order(part, 0, epoch) for epoch in (1, 2, 1))
+    assert order.equal(again) and not order.equal(other)
     assert sorted(order.tolist()) == [*range(1000)]
     spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in order.split(16)]
     usual = [int(lengths[batch].max() - lengths[batch].min()) for batch in plan.order(1000, 0, 1).split(16)]

@@ -18,9 +18,8 @@ def folder(tmp_path):
 
 
 def splits_of(data, *flags):
-    return tokens.get_dataset(
-        config.parse_args(["-dataset", "tokens", "-data", str(data), "-tokens_length", "16", *flags])
-    )
+    words = ["-dataset", "tokens", "-data", str(data), "-tokens_length", "16", *flags]
+    return tokens.get_dataset(config.parse_args(words))
 
 
 def refusal(data, *flags) -> str:

@@ -34,9 +34,8 @@ def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start)
     run = start("frozen", "-hang_minutes", MINUTES, fault=fault, cpu=3, env={"VOTE_S": "1"})
     assert run.wait() == 1, run.text()
     assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < MINUTES * 60 + SOON_S
-    assert run.outcome()["state"] == "running" or run.outcome()["lost_peer"], (
-        "a requeue counts both as a lost process"
-    )
+    outcome = run.outcome()
+    assert outcome["state"] == "running" or outcome["lost_peer"], "a requeue counts both as a lost process"
     assert "nothing moved" not in (run.folder / "logs" / "rank_0.log").read_text()
     for other in (1, 2):
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()

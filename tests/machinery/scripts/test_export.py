@@ -40,9 +40,8 @@ def test_every_source_gives_its_weights(trained_run, tmp_path):
     run_export(trained_run, "-from", first, "-o", tmp_path / "first.safetensors")
     assert not same_tensors(load_file(tmp_path / "first.safetensors"), final)
     run_export(trained_run)
-    assert same_tensors(
-        load_file(trained_run / "small.safetensors"), load_file(trained_run / "best" / "weights.safetensors")
-    )
+    small, best = (load_file(trained_run / file) for file in ("small.safetensors", "best/weights.safetensors"))
+    assert same_tensors(small, best)
     run_export(trained_run, "-format", "torch", "-from", "final")
     assert same_tensors(torch.load(trained_run / "small.pt", weights_only=True), final)
 

@@ -89,15 +89,13 @@ def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path,
     assert make_tokens.main([str(texts), "-vocabulary", "400", "-o", str(out)]) == 0
     meta = json.loads((out / "meta.json").read_text())
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    assert meta["vocabulary"] == tokenizer.get_vocab_size() <= 400 and meta["train"] + meta["val"] == len(
-        all_tokens(out)
-    )
+    assert meta["vocabulary"] == tokenizer.get_vocab_size() <= 400
+    assert meta["train"] + meta["val"] == len(all_tokens(out))
     assert tokenizer.decode(all_tokens(out), skip_special_tokens=False) == 2 * f"{TEXT}<|endoftext|>"
     assert len(all_tokens(out)) < len(2 * TEXT) / 3
 
-    assert (
-        make_tokens.main([str(texts / "second.md"), "-tokenizer", str(out / "tokenizer.json"), "-o", str(other)]) == 0
-    )
+    words = [str(texts / "second.md"), "-tokenizer", str(out / "tokenizer.json"), "-o", str(other)]
+    assert make_tokens.main(words) == 0
     assert tokenizer.decode(all_tokens(other), skip_special_tokens=False) == f"{TEXT}<|endoftext|>"
     assert config.parse_args(["-dataset", "tokens", "-data", str(other)]).num_classes == meta["vocabulary"]
     tokenizer.enable_padding(length=50_000)

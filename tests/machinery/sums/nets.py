@@ -11,9 +11,8 @@ class BlocksNet(nn.Module):
 
     def __init__(self, dropout=0.2):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2)
-        )
+        layers = [[nn.Linear(64, 64), nn.Tanh(), nn.Dropout(dropout)] for _ in range(2)]
+        self.blocks = nn.ModuleList(nn.Sequential(*block) for block in layers)
         self.inner, self.outer = nn.Linear(64, 37), nn.Linear(37, 64)
         self.outer.weight = nn.Parameter(torch.randn(64, 37) / 8)
         self.mirror = nn.Linear(64, 64, bias=False)

@@ -673,9 +673,8 @@ class CollectsPredictions(trainer.Trainer):
 def test_figures_that_differ_between_the_ranks_are_refused_and_the_training_is_saved(tmp_path, refused):
     with plugins(trainer={"collects": CollectsPredictions}):
         run(tmp_path, f"{FLAGS} -trainer collects -cpu 1 -model alone")
-        assert "the figure spread differs between the ranks" in refused(
-            f"{FLAGS} -trainer collects -cpu 2 -model both"
-        )
+        line = refused(f"{FLAGS} -trainer collects -cpu 2 -model both")
+        assert "the figure spread differs between the ranks" in line
     assert names(tmp_path / "both")[0].endswith("_step_4")
 
 

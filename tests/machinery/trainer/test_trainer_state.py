@@ -122,9 +122,8 @@ def test_an_optimizer_whose_parameters_cannot_be_saved_is_refused(refused):
 
 def test_an_ema_decay_outside_0_to_1_is_refused():
     for decay in ("-0.1", "1", "x"):
-        assert f"-ema_decay: {decay!r} is not a number from 0 to below 1" in refusal(
-            f"-trainer ema -ema_decay={decay}"
-        )
+        line = refusal(f"-trainer ema -ema_decay={decay}")
+        assert f"-ema_decay: {decay!r} is not a number from 0 to below 1" in line
 
 
 class InLists(trainer.Trainer):
@@ -172,9 +171,8 @@ def test_whatever_has_a_state_resumes_exactly(tmp_path):
     with plugins(trainer={"lists": InLists}):
         whole = run(tmp_path, f"{flags} whole")
         part = run_with_stops(tmp_path, f"{flags} part", 5, 7)
-    one, other = (
-        state.read_manifest(folder / "checkpoints" / names(folder)[0])["states"] for folder in (whole, part)
-    )
+    newest = [folder / "checkpoints" / names(folder)[0] for folder in (whole, part)]
+    one, other = (state.read_manifest(folder)["states"] for folder in newest)
     assert one == other and same_tensors(saved(whole), saved(part)) and bits(whole) == bits(part)
     assert {"trainer.scheduler", "trainer.own", "trainer.other_optimizers.1", "optim"} < one.keys()
 
