@@ -117,7 +117,6 @@ def test_a_collate_fn_that_drops_or_joins_samples_leaves_a_perfect_model_perfect
 
     made = {"train": Collated(collate), "val": Collated(collate)}
     with plugins(arch={"perfect": lambda args: Perfect()}, dataset={"collated": lambda args: made}):
-        folder = run(
-            tmp_path, f"-dataset collated -arch perfect {FLAGS} -train_metrics -cpu 2 -micro_batch 4 -model x {loss}"
-        )
+        flags = f"{FLAGS} -train_metrics -cpu 2 -micro_batch 4 -model x {loss}"
+        folder = run(tmp_path, f"-dataset collated -arch perfect {flags}")
     assert outcome(folder)["best"]["value"] == pytest.approx(perfect, abs=1e-9)

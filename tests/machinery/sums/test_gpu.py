@@ -88,6 +88,11 @@ def test_one_and_two_processes_on_gpus_end_at_the_same_bits(flags, tmp_path):
     assert distance(tmp_path / "one", tmp_path / "two") == 0
 
 
+def test_the_benchmark_of_gpus_runs_on_the_cpu():
+    code, output = python("scripts/bench/gpu.py", "-smoke", "-only", "gpt,resnet_4")
+    assert code == 0 and output.count('"ratio') == 2, output
+
+
 @pytest.fixture(scope="module")
 def card(tmp_path_factory):
     missing = cards.missing()

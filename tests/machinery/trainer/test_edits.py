@@ -404,9 +404,8 @@ class Momentum(Distils):
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 2", "-cpu 2 -deterministic no"])
 def test_a_parameter_that_passes_change_is_named(more, tmp_path):
     with plugins(trainer={"momentum": Momentum}):
-        said = [
-            log_of(run(tmp_path, f"{FLAGS} {more} -trainer {name} -model {name}")) for name in ("momentum", "ema")
-        ]
+        runs = [f"{FLAGS} {more} -trainer {name} -model {name}" for name in ("momentum", "ema")]
+        said = [log_of(run(tmp_path, flags)) for flags in runs]
     assert len(re.findall(r"training_step changes trainer.teacher.1.weight, .* \(5\)", said[0])) == 1
     assert "training_step changes" not in said[1]
 
@@ -481,9 +480,8 @@ class Restarts(trainer.Trainer):
     def __init__(self, *parts):
         super().__init__(*parts)
         side = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.sides = nn.ModuleDict(
-            {"one": nn.parallel.DistributedDataParallel(side) if self.world.size > 1 else side}
-        )
+        wrapped = nn.parallel.DistributedDataParallel(side) if self.world.size > 1 else side
+        self.sides = nn.ModuleDict({"one": wrapped})
         self.side_optimizer = torch.optim.SGD(side.parameters(), lr=0.1)
 
     def training_step(self, batch):
