@@ -26,6 +26,7 @@ SLOW_TESTS = """
     test_half_precision_has_the_same_bits_under_ddp_and_fsdp_on_any_number_of_processes
     test_a_run_of_the_stock_engine_resumes_with_the_same_bits
     test_averaged_weights_resume_exactly_also_on_another_number_of_processes
+    test_a_sampler_gives_the_same_run_on_any_number_of_processes_and_after_a_stop
 """.split()
 
 
