@@ -10,10 +10,7 @@ from lib.utils.errors import EXIT_CODES, UsageError, load_optional, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read the command line, start the processes, and return the exit code.
-
-    It is 0 for finished, 75 for stopped, 1 for failed, and 2 for bad usage.
-    """
+    """Read the command line and start the processes. Returns 0 (finished), 75 (stopped), 1 (failed) or 2 (usage)."""
     try:
         with signals.exit_on_signal():
             faulthandler.dump_traceback_later(30, repeat=True, file=2)  # a plugin may wait for a disk

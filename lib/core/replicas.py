@@ -136,6 +136,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     own -= getattr(trainer, "state_dict", dict)().keys()
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     for part, root in parts.modules.items():
+        named |= {f"{part}.{key}": value for key, value in root._buffers.items()}  # of a DDP, which no checkpoint has
         for name, module in unwrap(root).named_modules(prefix=part):
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`

@@ -19,12 +19,14 @@ LONGEST = """page_files page_commands slurm elastic stops sweep gpu trackers che
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
-    test_a_tokenizer_is_trained_and_can_be_used_for_other_texts test_a_second_model_and_optimizer_resume_exactly
+    test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
+    test_a_second_model_and_optimizer_resume_exactly
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
     test_shards_of_other_programs_train_with_the_same_bits_everywhere
     test_a_stock_fsdp_run_ends_with_the_weights_of_ddp_up_to_rounding
     test_half_precision_has_the_same_bits_under_ddp_and_fsdp_on_any_number_of_processes
-    test_a_run_of_the_stock_engine_resumes_with_the_same_bits test_all_ranks_begin_with_the_values_of_rank_0
+    test_a_run_of_the_stock_engine_resumes_with_the_same_bits
+    test_all_ranks_begin_with_the_values_of_rank_0
     test_averaged_weights_resume_exactly_also_on_another_number_of_processes
     test_a_sampler_gives_the_same_run_on_any_number_of_processes_and_after_a_stop
 """.split()

@@ -72,9 +72,8 @@ def copy_to_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return copies on the CPU, by name; those of a GPU's in pinned memory, which torch keeps for the next copies."""
     copies = {}
     for name, one in tensors:
-        copies[name] = torch.empty_like(one, device="cpu", pin_memory=one.is_cuda).copy_(
-            one, non_blocking=one.is_cuda
-        )
+        copies[name] = torch.empty_like(one, device="cpu", pin_memory=one.is_cuda)
+        copies[name].copy_(one, non_blocking=one.is_cuda)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # once for all
     return copies

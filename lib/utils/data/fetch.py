@@ -55,17 +55,17 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     seeding.seed(seeding.SAMPLER, seed, epoch)
     if set_epoch := getattr(sampler, "set_epoch", None):
         set_epoch(epoch)
-    with contextlib.suppress(TypeError, ValueError):  # it has no length, or gives batches
-        indices = torch.tensor([*itertools.islice(sampler, len(sampler) + 1)])
-        fits = indices.dtype == torch.int64 and indices.shape == (len(sampler),) and len(indices) > 0
-        if (
-            fits
-            and 0 <= indices.min() <= indices.max() < len(dataset)
-            and not isinstance(sampler, DistributedSampler)
-        ):
+    fault = ""
+    try:
+        count = 0 if isinstance(sampler, DistributedSampler) else len(sampler)  # that one gives only a part
+        indices = torch.tensor([*itertools.islice(sampler, count + 1)])
+        are_indices = indices.shape == (count,) and indices.dtype == torch.int64
+        if count and are_indices and 0 <= indices.min() <= indices.max() < len(dataset):
             return indices
+    except (TypeError, ValueError) as error:  # it has no length, or gives batches
+        fault = f": {error}"
     wanted = f"as many numbers from 0 to {len(dataset) - 1} as its len(), on each process all those of the epoch"
-    raise UsageError(f"the training samples have a sampler, {sampler!r:.60}, which must give {wanted}")
+    raise UsageError(f"the training samples have a sampler, {sampler!r:.60}, which must give {wanted}{fault}")
 
 
 def has_whole_batches(dataset: MapDataset) -> bool:

@@ -36,12 +36,11 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     for name, part in splits.items():
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
         digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
-        count = len(part)
-        draws = [fetch.draw_order(part, args.seed, epoch) for epoch in (0, 9, 0) if name == "train" and args.shuffle]
-        if draws and draws[0] is not None:
-            first, later, again = (_digest(one, "") for one in draws)
-            count = len(draws[0])
-            facts["sampler digest"] = f"{first} {later}" if first == again else NEVER_THE_SAME
+        order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
+        count = len(part if order is None else order)
+        if order is not None:  # after the tenth epoch the first must be the same again
+            later, again = (_digest(fetch.draw_order(part, args.seed, epoch), "") for epoch in (9, 0))
+            facts["sampler digest"] = f"{again} {later}" if again == _digest(order, "") else NEVER_THE_SAME
         all_ranks = distributed.gather((count, digest, facts["sampler digest"]), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:

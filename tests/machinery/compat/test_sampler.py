@@ -135,9 +135,8 @@ GROUPS = st.lists(st.integers(-2, 4), max_size=120)
 
 
 def grouped_samplers(ranks, groups, state=None, **options):
-    return samplers(
-        ranks, len(groups), InterruptableDistributedGroupedBatchSampler, state, group_ids=groups, **options
-    )
+    kind = InterruptableDistributedGroupedBatchSampler
+    return samplers(ranks, len(groups), kind, state, group_ids=groups, **options)
 
 
 @STEADY

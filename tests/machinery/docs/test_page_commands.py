@@ -32,9 +32,8 @@ def test_everything_that_the_faq_allows_to_delete_can_be_deleted(fork, tmp_path)
     named = [folder / name for name in re.findall(r"`([\w/.]+)`", section) if "/" in name and "machinery" not in name]
     kept = set(re.findall(r"`(\w+)`", re.search(r"except the defaults ([^.]+)\.", section)[1]))
     assert len(named) >= 9 and {"digits", "convnet", "trainer"} == kept
-    others = [
-        file for kind in config.BUILDERS for file in (folder / "lib" / kind).glob("[!_]*.py") if file.stem not in kept
-    ]
+    plugins = [file for kind in config.BUILDERS for file in (folder / "lib" / kind).glob("[!_]*.py")]
+    others = [file for file in plugins if file.stem not in kept]
     for path in [*named, *others]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert "finished:" in run_command(folder, "python train.py -epochs 1 -cpu 2")

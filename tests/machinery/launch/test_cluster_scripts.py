@@ -95,9 +95,8 @@ def test_the_sbatch_file_gives_torchrun_the_address_of_the_host_and_says_which_n
     fake_program(project, "python_of_the_job", python)
     job = {"SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
     job |= {"SLURM_SUBMIT_DIR": str(project), "PYTHON": str(project / "bin" / "python_of_the_job")}
-    command = (
-        f"bash scripts/slurm/train.sbatch -epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {flags} || [ $? = 1 ]"
-    )
+    flags = f"-epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {flags}"
+    command = f"bash scripts/slurm/train.sbatch {flags} || [ $? = 1 ]"
     output = bash(project, command, **job, **variables)
     heads, hosts, own = (
         [line for line in output.splitlines() if line.startswith(f"arg --{option}")]

@@ -46,10 +46,9 @@ def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start)
 
 def test_a_single_process_that_hangs_is_ended_and_logs_its_stack(start):
     """It is not ended if it has a terminal, where somebody may be at a breakpoint."""
-    run = start("single", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1)
-    on_terminal = start(
-        "terminal", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",)
-    )
+    pause = {"fault": {"do": "pause", "step": 45}, "cpu": 1}
+    run = start("single", "-hang_minutes", MINUTES, **pause)
+    on_terminal = start("terminal", "-hang_minutes", MINUTES, **pause, terminal=("stdin",))
     assert run.wait() == 1, run.text()
     message = "nothing moved for 6 s (-hang_minutes 0.1) at step 45: rank 0 on "
     assert message in run.text() and run.outcome()["state"] == "running", "as for a killed process"

@@ -81,9 +81,8 @@ def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step
             for tag, points in figures.items():
                 query = urllib.parse.urlencode({"run": "killed", "tag": tag})
                 served = json.loads(fetch(address, f"scalars?{query}"))
-                assert [tuple(point[1:]) for point in served] == [
-                    (step, pytest.approx(value)) for step, value in points
-                ]
+                wanted = [(step, pytest.approx(value)) for step, value in points]
+                assert [tuple(point[1:]) for point in served] == wanted
         finally:
             server.terminate()
 

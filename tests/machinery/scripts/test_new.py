@@ -16,9 +16,8 @@ NEW = ("arch", "dataset", "trainer")
 SLURM = [f"lib/launch/{name}" for name in ("slurm", "requeue")]
 SCRIPTS = [f"scripts/{name}" for name in ("track", "tensorboard_server", "debug", "evaluation")]
 READERS = ["scripts/other_weights", "scripts/tar_index"]
-LAYERS = "\n".join(
-    f"    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # {n}" for n in range(55)
-)
+LAYER = "    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # "
+LAYERS = "\n".join(f"{LAYER}{n}" for n in range(55))
 OWN = {  # plugins in another style: long functions, no docstrings, unsorted imports, prints, other names
     "lib/arch/deep.py": f"""
 import os, sys

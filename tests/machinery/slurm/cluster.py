@@ -20,9 +20,8 @@ from lib.config import plugins
 from lib.launch import slurm
 
 SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
-MISSING = next(
-    (tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool, path="/usr/sbin:/usr/bin")), ""
-)
+TOOLS = ("slurmctld", "slurmd", "munged")
+MISSING = next((tool for tool in TOOLS if not shutil.which(tool, path="/usr/sbin:/usr/bin")), "")
 ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
 ENABLED_BY = ENABLED_BY and f"no Slurm here; enabled by: {ENABLED_BY}"
 SLOW = '''"""The digits without augmentation, read slowly; they can kill their process."""
@@ -104,13 +103,11 @@ class Cluster:
     def run(self, *command, wanted: int | None = 0, **more) -> str:
         """The output of a command, started in the folder of the code. Its exit code must be `wanted`."""
         command = [str(part) for part in command]
-        output = subprocess.run(
-            command, env=self.env(**more), cwd=self.code, capture_output=True, text=True, timeout=240
-        )
-        assert wanted in (None, output.returncode), (
-            f"{command}: exit code {output.returncode}: {output.stdout}{output.stderr}"
-        )
-        return output.stdout + output.stderr
+        place = {"env": self.env(**more), "cwd": self.code}
+        output = subprocess.run(command, **place, capture_output=True, text=True, timeout=240)
+        said = output.stdout + output.stderr
+        assert wanted in (None, output.returncode), f"{command}: exit code {output.returncode}: {said}"
+        return said
 
     def train(self, flags: str, wanted: int = 0, **more) -> str:
         """The output of `python train.py FLAGS -out OUT`."""

@@ -83,9 +83,8 @@ def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals
     """One run is submitted by -slurm, one by the sbatch file with torchrun."""
     log = f"--output={out}/by_file.log"
     flags = f"-dataset slow -cpu 1 {LONG} -out {out} -model by_file".split()
-    output = two_signals.run(
-        "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch", *flags, PYTHON=sys.executable
-    )
+    command = "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch"
+    output = two_signals.run(*command, *flags, PYTHON=sys.executable)
     until(lambda: list((out / "by_file" / "slurm").glob("*.json")))  # it takes longer to start than the other run
     jobs = {"by_slurm": two_signals.submit(f"-model by_slurm -cpu 1 {LONG}"), "by_file": output.strip()}
     for name in jobs:
@@ -120,9 +119,8 @@ def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
     until(lambda: ": Terminated" in slurm.log("debug_run")(), what=slurm.log("debug_run"))
     log = f"--output={out}/debugged.log"
     flags = f"-dataset slow -cpu=2 -debug -out {out} -model no_training".split()  # more processes than CPUs
-    output = slurm.run(
-        "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch", *flags, PYTHON=sys.executable
-    )
+    command = "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch"
+    output = slurm.run(*command, *flags, PYTHON=sys.executable)
     debugged, wrong = output.strip(), slurm.submit("-model none -eval -cpu 1", nodes=1)
     assert slurm.wait_for_end(debugged)["JobState"] == "COMPLETED", slurm.log("debugged")()
     assert (slurm.wait_for_end(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0")

@@ -335,9 +335,8 @@ class Counts(nn.Module):
 
 def changes(text):
     """The names of all that a log says to be in no checkpoint."""
-    return sorted(
-        name for names in re.findall(r"training changes (.+) \(\d+\), in no", text) for name in names.split(", ")
-    )
+    found = re.findall(r"training changes (.+) \(\d+\), in no", text)
+    return sorted(name for names in found for name in names.split(", "))
 
 
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 3", "-cpu 2 -deterministic no", "-cpu 2 -parallel fsdp"])
@@ -346,6 +345,20 @@ def test_what_passes_change_outside_of_buffers_is_named_once(more, tmp_path):
         said = [log_of(run(tmp_path, f"{FLAGS} -arch {name} {more} -model {name}")) for name in ("counts", "plain")]
     changed = [f"model.{name}" for name in ("calls", "draws", "level", "prototype", "queue")]
     assert [changes(text) for text in said] == [changed, []]
+
+
+def sees(*parts):
+    """A trainer with a buffer on what may be the DDP around its model: no checkpoint has it there."""
+    made = trainer.Trainer(*parts)
+    made.model.register_buffer("seen", torch.zeros(()))
+    made.model.register_forward_hook(lambda module, _, output: (output, module.seen.add_(module.training))[0])
+    return made
+
+
+def test_a_buffer_of_the_ddp_around_the_model_is_named(tmp_path):
+    with plugins(trainer={"sees": sees}):
+        said = log_of(run(tmp_path, f"{FLAGS} -trainer sees -cpu 2 -deterministic no"))
+    assert changes(said) == ["model.seen"]
 
 
 class Average:

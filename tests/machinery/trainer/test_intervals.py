@@ -78,9 +78,8 @@ def test_early_stopping_counts_validations(tmp_path):
 def test_each_validation_set_has_its_figures_and_best_may_go_by_any(metric, tmp_path):
     folder = run(tmp_path, f"{SMALL} -dataset two_sets -trainer notes -log_every 1 -best {metric} -cpu 2")
     logged = lines(folder)
-    clean, val = (
-        [line[f"{split}/loss"] for line in logged if f"{split}/loss" in line] for split in ("val_clean", "val")
-    )
+    tags = "val_clean/loss", "val/loss"
+    clean, val = ([line[tag] for line in logged if tag in line] for tag in tags)
     assert len(clean) == len(val) == 3 and clean != val
     assert clean[-1] == pytest.approx(outcome(folder)["test"]["loss"], abs=1e-6), "the same samples"
     best = outcome(folder)["best"]

@@ -15,9 +15,8 @@ from lib.core import optimizer
 
 def matrices(args):
     """Has an embedding, hidden matrices of both shapes, a head, and vectors."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 24), nn.LayerNorm(24), nn.ReLU(), nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 4)
-    )
+    hidden = [nn.Linear(64, 24), nn.LayerNorm(24), nn.ReLU(), nn.Linear(24, 40), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(40, 4))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -82,9 +82,8 @@ def run_with_stops(out, flags, *limits):
 def all_saved(folder):
     """All tensors of all checkpoints, by step: a stop makes one more of its step."""
     steps = {name.partition("_step_")[2]: name for name in names(folder)}
-    return {
-        f"{step} {tensor}": value for step, name in steps.items() for tensor, value in saved(folder, name).items()
-    }
+    found = {step: saved(folder, name) for step, name in steps.items()}
+    return {f"{step} {tensor}": value for step, one in found.items() for tensor, value in one.items()}
 
 
 def test_a_second_model_and_optimizer_resume_exactly(tmp_path, request):
@@ -132,9 +131,8 @@ class InLists(trainer.Trainer):
     def __init__(self, *parts):
         super().__init__(*parts)
         self.heads = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        self.other_optimizers = {
-            str(number): torch.optim.Adam(head.parameters()) for number, head in enumerate(self.heads)
-        }
+        adams = [torch.optim.Adam(head.parameters()) for head in self.heads]
+        self.other_optimizers = {str(number): one for number, one in enumerate(adams)}
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.other_optimizers["0"], [4, 8])
         self.own, self.saved_elsewhere = Own(), [*self.model.children(), self.optimizer]
 
