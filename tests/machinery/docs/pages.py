@@ -11,10 +11,8 @@ from PIL import Image
 from processes import ROOT
 
 README = (ROOT / "README.md").read_text()
-PAGES = {
-    str(file.relative_to(ROOT)): file.read_text()
-    for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/*.md"), *ROOT.glob("scripts/*/*.md")]
-}
+PATTERNS = ("*.md", "docs/**/*.md", "data/*.md", "scripts/*/*.md")
+PAGES = {str(file.relative_to(ROOT)): file.read_text() for pattern in PATTERNS for file in ROOT.glob(pattern)}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 FILE = re.compile(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.S | re.M)
 FILES = {name: text for page in PAGES.values() for name, text in FILE.findall(page)}
