@@ -12,16 +12,8 @@ from lib import config
 from lib.config import flags, plugins, types
 from lib.utils.errors import UsageError
 
-OTHERS = {
-    "loss": "mse",
-    "optimizer": "sgd",
-    "lr_schedule": "linear",
-    "save_every": "5steps",
-    "eval_every": "5steps",
-    "gpus": "0,1",
-    "track": "mlflow",
-}
-OTHERS |= {"compile": "model", "parallel": "fsdp"}
+OTHERS = {"loss": "mse", "optimizer": "sgd", "lr_schedule": "linear", "gpus": "0,1", "track": "mlflow"}
+OTHERS |= {"save_every": "5steps", "eval_every": "5steps", "compile": "model", "parallel": "fsdp"}
 OTHERS |= {"dataset": "fake", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
 OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "ema"}
 
@@ -33,8 +25,13 @@ def parsed(command) -> config.Args:
 
 def refusal(command) -> str:
     """The error message of a command line; it must be one line."""
+    return usage_error(parsed, command)
+
+
+def usage_error(function, *args) -> str:
+    """The error message with which a function refuses its arguments; it must be one line."""
     with pytest.raises(UsageError) as caught:
-        parsed(command)
+        function(*args)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -3,8 +3,10 @@
 import dataclasses
 import pickle
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from runs import few, lines, norm_net, run, same_tensors, weights
 
@@ -120,6 +122,19 @@ def refused(out: Path, flags: str, capfd) -> str:
     return lines[0]
 
 
+def after_step(patch, step: int, act: Callable[[Path], object]):
+    """Call act(folder) in a run of one process after this step, before what is due then and after the last save."""
+    real = trainer.Trainer.after_step
+
+    def boundary(self):
+        if self.state.step == step:
+            self.checkpoints.finish()
+            act(self.folder)
+        return real(self)
+
+    patch.setattr(trainer.Trainer, "after_step", boundary)
+
+
 def stop_at(patch, step: int):
     """Make all ranks stop after `step` steps, with a vote at every step."""
     real = trainer.Trainer.after_step
@@ -131,6 +146,13 @@ def stop_at(patch, step: int):
 
     patch.setattr(trainer.Trainer, "after_step", boundary)
     patch.setattr(preemption, "MOST_STEPS", 1)
+
+
+def run_until(out: Path, flags: str, step: int) -> Path:
+    """Run until this step, as if asked to stop there, and return the run's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, step)
+        return run(out, flags, wanted=75)
 
 
 class Payload:

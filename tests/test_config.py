@@ -40,16 +40,8 @@ def test_a_flag_can_be_written_in_four_forms(name):
 
 @pytest.mark.parametrize("name", [name for name in ALONE if shared()[name].type is types.yes_no])
 def test_a_yes_no_flag_may_stand_alone_or_have_a_value(name):
-    for text, value in {
-        "yes": True,
-        "True": True,
-        "on": True,
-        "1": True,
-        "no": False,
-        "FALSE": False,
-        "off": False,
-        "0": False,
-    }.items():
+    values = dict.fromkeys("yes True on 1".split(), True) | dict.fromkeys("no FALSE off 0".split(), False)
+    for text, value in values.items():
         assert vars(parsed(f"-{name} {text}"))[name] is value is vars(parsed(f"-{name}={text}"))[name]
     assert vars(parsed(f"-{name}"))[name] is True is vars(parsed(f"-{name} -seed 3"))[name]
     assert f"-{name}: 'maybe' is neither yes nor no" in refusal(f"-{name} maybe")
@@ -174,17 +166,7 @@ def test_help_shows_groups_flags_defaults_and_units_in_the_width_of_the_terminal
     for group in ("run", "machine", "data", "training", "optimization", "saving and stopping", "slurm"):
         assert f"\n{group}:\n" in out
     args = parsed("")
-    for name in (
-        "epochs",
-        "lr_start",
-        "batch_size",
-        "weight_decay",
-        "optimizer",
-        "save_every",
-        "out",
-        "clip_grad",
-        "seed",
-    ):
+    for name in "epochs lr_start batch_size weight_decay optimizer save_every out clip_grad seed".split():
         at = out.index(f"\n  -{name} ")
         assert f"({getattr(args, name)})" in out[at : at + 240].replace("\n", " "), f"-{name} without its default"
     assert "(True)" not in out, "defaults are written yes or no"
@@ -206,12 +188,8 @@ def test_help_has_common_search_terms_and_the_most_needed_groups_first(capsys, m
 def test_help_shows_the_flags_of_the_chosen_plugins_only(capsys, tmp_path):
     out = help_of("-h", capsys)
     assert "-convnet_width" in out and "\narch convnet:\n" in out and "-resnet_depth" not in out
-    for command in (
-        "-h -arch resnet",
-        "-arch=resnet --help",
-        "-help --arch resnet",
-        f"-cfg {cfg_file(tmp_path, 'arch: resnet')} --h",
-    ):
+    file = cfg_file(tmp_path, "arch: resnet")
+    for command in ("-h -arch resnet", "-arch=resnet --help", "-help --arch resnet", f"-cfg {file} --h"):
         out = help_of(command, capsys)
         assert "\narch resnet:\n" in out and "-resnet_depth" in out and "(18)" in out and "-convnet_width" not in out
     out = help_of("-h -dataset fake -fake_samples 3", capsys)

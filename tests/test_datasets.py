@@ -58,6 +58,9 @@ def test_folder_counts_its_classes_and_keeps_their_order(tmp_path):
     tiny_data.make_folder(tmp_path)
     args = config.parse_args(folder_flags(tmp_path))
     parts = folder.get_dataset(args)
+    usual = config.parse_args(["-dataset", "folder", "-data", str(tmp_path)])
+    assert (usual.num_classes, usual.channels, usual.arch, usual.image_size) == (2, 3, "resnet", 224)
+    assert config.parse_args([*folder_flags(tmp_path), "-num_classes", "5"]).num_classes == 5
     assert args.num_classes == 2 and set(parts) == {"train", "val"}
     assert [label for _, label in parts["train"].files] == [0, 0, 1, 1]
     (tmp_path / "test" / "bee").mkdir(parents=True)

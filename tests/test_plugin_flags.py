@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import tiny_data
 from command_line import cfg_file, help_of, parsed, plugin_file, plugin_folder, read_back, refusal, saved_args
 
 import train
@@ -19,13 +18,8 @@ from lib.utils.errors import UsageError
 @pytest.mark.parametrize("number", ["-3", "-3.5", "-.5", "-1e-3", "-1E+3", "-1e3", "-2.", "+4", "1e-3", "-inf"])
 def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch, tmp_path):
     text = "def add_args(parser):\n parser.add_argument('-cold_x', type=float)\n"
-    plugin_file(
-        monkeypatch,
-        tmp_path,
-        "arch",
-        "cold",
-        text + " parser.add_argument('-cold_many', type=float, nargs='+')\nget_model = print\n",
-    )
+    text += " parser.add_argument('-cold_many', type=float, nargs='+')\nget_model = print\n"
+    plugin_file(monkeypatch, tmp_path, "arch", "cold", text)
     for command in (["-cold_x", number], [f"-cold_x={number}"], ["--cold_x", number], [f"--cold_x={number}"]):
         assert parsed(["-arch", "cold", *command, "-seed", "3"]).cold_x == float(number)
     assert parsed(["-arch", "cold", "-cold_many", number, "2", number]).cold_many == [float(number), 2, float(number)]
@@ -113,16 +107,11 @@ def test_two_plugins_with_the_same_flag_are_refused(monkeypatch, tmp_path):
 
 
 def test_a_dataset_sets_the_default_arch(monkeypatch, tmp_path):
-    plugin_file(
-        monkeypatch,
-        tmp_path,
-        "dataset",
-        "suited",
-        """
+    text = """
 def add_args(parser): parser.set_defaults(arch="resnet", num_classes=3, lr_start=0.25)
 def get_dataset(args): pass
-""",
-    )
+"""
+    plugin_file(monkeypatch, tmp_path, "dataset", "suited", text)
     args = parsed("-dataset suited")
     assert (args.arch, args.num_classes, args.lr_start, args.resnet_depth) == ("resnet", 3, 0.25, 18)
     args = parsed("-dataset suited -arch mlp -num_classes 4")
@@ -130,12 +119,7 @@ def get_dataset(args): pass
 
 
 def test_a_dataset_sets_flags_from_its_data(monkeypatch, tmp_path, capsys):
-    plugin_file(
-        monkeypatch,
-        tmp_path,
-        "dataset",
-        "described",
-        """
+    text = """
 import pathlib
 from lib.utils.errors import UsageError
 def add_args(parser):
@@ -147,8 +131,8 @@ def describe(args):
         raise UsageError(f"-data {args.data}: no such folder")
     return {"num_classes": len(list(names.iterdir())) + args.described_extra}
 def get_dataset(args): pass
-""",
-    )
+"""
+    plugin_file(monkeypatch, tmp_path, "dataset", "described", text)
     (tmp_path / "data").mkdir()
     for name in "abc":
         (tmp_path / "data" / name).touch()
@@ -164,13 +148,10 @@ def get_dataset(args): pass
 
 
 def test_describe_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
-    plugin_file(
-        monkeypatch, tmp_path, "dataset", "wrong", "def describe(args): return {'classes': 3}\nget_dataset = print\n"
-    )
-    message = refusal("-dataset wrong")
-    assert message.startswith(
-        "lib.dataset.wrong: sets a default of -classes, which is no flag (do you mean num_classes"
-    )
+    text = "def describe(args): return {'classes': 3}\nget_dataset = print\n"
+    plugin_file(monkeypatch, tmp_path, "dataset", "wrong", text)
+    said = "lib.dataset.wrong: sets a default of -classes, which is no flag (do you mean num_classes"
+    assert refusal("-dataset wrong").startswith(said)
 
 
 def test_describe_that_calls_exit_does_not_end_the_program_as_if_it_were_finished(monkeypatch, tmp_path):
@@ -178,14 +159,6 @@ def test_describe_that_calls_exit_does_not_end_the_program_as_if_it_were_finishe
     plugin_file(monkeypatch, tmp_path, "dataset", "leaves", text)
     with pytest.raises(RuntimeError, match="the run is not finished"):
         parsed("-dataset leaves")
-
-
-def test_the_folder_dataset_counts_its_classes(tmp_path):
-    tiny_data.make_folder(tmp_path)
-    args = parsed(["-dataset", "folder", "-data", str(tmp_path)])
-    assert (args.num_classes, args.channels, args.arch, args.image_size) == (2, 3, "resnet", 224)
-    assert parsed(["-dataset", "folder", "-data", str(tmp_path), "-num_classes", "5"]).num_classes == 5
-    assert refusal("-dataset folder -data nowhere").startswith("-data nowhere")
 
 
 PROBE = """
@@ -203,14 +176,10 @@ for line in sys.argv[1:]:
 
 def test_help_and_wrong_flags_are_answered_without_importing_torch():
     """Importing torch takes seconds. -dataset tokens and folder have read the data that they describe by then."""
-    shipped = {
-        "arch": ["convnet", "gpt", "mlp", "resnet"],
-        "dataset": ["digits", "fake", "tokens"],
-        "trainer": ["ema", "trainer"],
-    }
+    shipped = {"arch": "convnet gpt mlp resnet", "dataset": "digits fake tokens", "trainer": "ema trainer"}
     lines = ["0 -h", "2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
     for kind, its_names in shipped.items():
-        there = [f"-{kind} {name}" for name in its_names if name in plugins.names(kind)]
+        there = [f"-{kind} {name}" for name in its_names.split() if name in plugins.names(kind)]
         lines += [f"0 {command} -h" for command in there] + [f"2 {command} -lr_end 9" for command in there]
     lines += ["2 -dataset folder -data nowhere"]
     done = subprocess.run([sys.executable, "-c", PROBE, *lines], cwd=config.ROOT, capture_output=True, text=True)
@@ -254,12 +223,7 @@ def test_a_loss_file_without_a_table_takes_any_name(monkeypatch):
 
 
 def test_plugin_files_of_the_source_template_run_unchanged(monkeypatch, tmp_path):
-    plugin_file(
-        monkeypatch,
-        tmp_path,
-        "arch",
-        "plain",
-        """
+    text = """
 import torch.nn as nn
 
 class Model(nn.Module):
@@ -272,14 +236,9 @@ class Model(nn.Module):
 
 def get_model(args):
     return Model()
-""",
-    )
-    plugin_file(
-        monkeypatch,
-        tmp_path,
-        "dataset",
-        "plain",
-        """
+"""
+    plugin_file(monkeypatch, tmp_path, "arch", "plain", text)
+    text = """
 import torch
 from torch.utils.data import Dataset
 
@@ -295,20 +254,15 @@ class Random(Dataset):
 
 def get_dataset(args):
     return Random()
-""",
-    )
+"""
+    plugin_file(monkeypatch, tmp_path, "dataset", "plain", text)
     command = f"-arch plain -dataset plain -loss mse -cpu 1 -epochs 2 -out {tmp_path / 'out'}"
     assert train.main(command.split()) == 0
     assert (tmp_path / "out" / "plain_plain" / "final" / "weights.safetensors").is_file()
 
 
 def test_config_yaml_holds_every_kind_of_plugin_flag(monkeypatch, tmp_path):
-    plugin_file(
-        monkeypatch,
-        tmp_path,
-        "arch",
-        "many",
-        """
+    text = """
 import argparse, pathlib
 def add_args(parser):
     parser.add_argument("-many_path", type=pathlib.Path, default=pathlib.Path("x y"))
@@ -321,18 +275,12 @@ def add_args(parser):
     parser.add_argument("--many_dashes", "-m", default="a")
     parser.add_argument("-many_needed", required=True)
 def get_model(args): pass
-""",
-    )
+"""
+    plugin_file(monkeypatch, tmp_path, "arch", "many", text)
     base = "-arch many -many_needed=-x "
-    for command in (
-        "",
-        "-many_on",
-        "-many_on -many_flag no -many_path /a/b -many_limit 3",
-        "-many_on=no -m b",
-        "-many_widths 1",
-        "-many_widths 1 2 3 -many_pair -1e-3 -.5",
-        "-many_words=a -many_words=-b",
-    ):
+    commands = ["", "-many_on", "-many_on -many_flag no -many_path /a/b -many_limit 3", "-many_on=no -m b"]
+    commands += ["-many_widths 1", "-many_widths 1 2 3 -many_pair -1e-3 -.5", "-many_words=a -many_words=-b"]
+    for command in commands:
         args = parsed(base + command)
         assert read_back(args, tmp_path) == saved_args(args), command
     assert args.many_words == ["a", "-b"] and args.many_flag is True and args.many_on is False

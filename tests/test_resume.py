@@ -52,6 +52,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_no_code_in_it_is_exe
     foreign = saves.payload(tmp_path / "foreign.pt", mark)
     for path in (tmp_path / "nowhere", text, empty, foreign, text / "below"):
         assert f"-resume {path}: there is no checkpoint" in refused(f"{SMALL} -resume {path}")
+    assert not (tmp_path / "few_norm_net").exists(), "something was written"
     for name in names(copy):
         saves.payload(copy / "checkpoints" / name / "manifest.json", mark)
     for path in (copy, copy / "checkpoints" / names(copy)[3]):
@@ -62,9 +63,8 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_no_code_in_it_is_exe
 def test_checkpoints_of_format_1_are_refused_and_not_overwritten(refused, copy):
     for number, name in enumerate(names(copy)):
         saves.change_manifest(copy / "checkpoints" / name, lambda manifest: {**manifest, "format": 1})
-        (copy / "checkpoints" / name).rename(
-            copy / "checkpoints" / f"step_{number:08d}_keep"
-        )  # the names of format 1
+        old_name = f"step_{number:08d}_keep"  # as format 1 has it
+        (copy / "checkpoints" / name).rename(copy / "checkpoints" / old_name)
     assert "is of format 1" in refused(f"{SMALL} -model {copy.name}", copy.parent)
     assert "is of format 1" in refused(f"{SMALL} -model other -resume {copy}")
 
@@ -138,21 +138,14 @@ def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_no_code_is_ex
     (tmp_path / "empty.pt").touch()
     (tmp_path / "garbage.safetensors").write_bytes(os.urandom(999))
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
-    for name in (
-        "evil.pt",
-        "evil.pkl",
-        "evil.safetensors",
-        "empty.pt",
-        "garbage.safetensors",
-        "nowhere",
-        "",
-        "tensor.pt",
-    ):
+    files = "evil.pt evil.pkl evil.safetensors empty.pt garbage.safetensors nowhere tensor.pt".split()
+    (tmp_path / "page.md").write_text("no weights")
+    for name in [*files, "page.md", ""]:
         assert f"-weights {tmp_path / name}: cannot be read" in refused(f"{SMALL} -weights {tmp_path / name}")
     assert "a run's folder with best or final weights" in refused(f"{SMALL} -weights {tmp_path}")
     save_file({"other": torch.ones(3)}, tmp_path / "other.safetensors")
     assert "not the weights of this model" in refused(f"{SMALL} -weights {tmp_path / 'other.safetensors'}")
-    assert not mark.exists()
+    assert not mark.exists() and not (tmp_path / "few_norm_net").exists()
 
 
 # With changed flags
@@ -221,9 +214,7 @@ def test_a_new_batch_size_need_not_be_a_multiple_of_the_micro_batch(tmp_path, re
 @pytest.mark.parametrize(("batch", "micro"), [(8, 4), (4, 2), (48, 8), (25, 5)])
 def test_a_run_with_another_batch_size_resumes_at_the_same_samples(tmp_path, monkeypatch, batch, micro):
     """Stopped after 16 samples of the second epoch: samples that fill no whole batch of the new size are repeated."""
-    with monkeypatch.context() as patch:
-        saves.stop_at(patch, 5)
-        folder = run(tmp_path, f"{SMALL} -keep_last 1", wanted=75)
+    saves.run_until(tmp_path, f"{SMALL} -keep_last 1", 5)
     seen, real = [], trainer.Trainer.call_training_step
 
     def call_training_step(self, batch, micro_batch):
@@ -272,11 +263,9 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_run_whose_parameter_had_no_gradient_yet_resumes_exactly(optimizer, tmp_path, monkeypatch):
+def test_a_run_whose_parameter_had_no_gradient_yet_resumes_exactly(optimizer, tmp_path):
     flags = "-dataset few -arch late -num_classes 4 -batch_size 10 -epochs 2 -cpu 1 -optimizer"
     with plugins(arch={"late": lambda args: Late()}):
         whole = run(tmp_path, f"{flags} {optimizer} -model whole")
-        with monkeypatch.context() as patch:
-            saves.stop_at(patch, 4)
-            run(tmp_path, f"{flags} {optimizer} -model parts", wanted=75)
+        saves.run_until(tmp_path, f"{flags} {optimizer} -model parts", 4)
         assert distance(whole, run(tmp_path, f"{flags} {optimizer} -model parts")) == 0

@@ -64,14 +64,11 @@ def test_the_logged_loss_is_the_mean_over_the_global_batch(uninterrupted):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_stopped_run_resumes_with_the_same_bits(uninterrupted, tmp_path, monkeypatch, size):
+def test_a_stopped_run_resumes_with_the_same_bits(uninterrupted, tmp_path, size):
     """Stop in the first epoch, at its end, and in the second."""
     flags = f"{SMALL} -cpu {size} -model on_{size}"
     for step in (2, 4, 6):
-        with monkeypatch.context() as patch:
-            saves.stop_at(patch, step)
-            folder = run(tmp_path, flags, wanted=75)
-        result = outcome(folder)
+        result = outcome(saves.run_until(tmp_path, flags, step))
         assert (result["state"], result["step"]) == ("stopped", step)
     folder = run(tmp_path, flags)
     assert distance(folder, uninterrupted[size]) == 0.0
@@ -79,11 +76,9 @@ def test_a_stopped_run_resumes_with_the_same_bits(uninterrupted, tmp_path, monke
     assert steps == sorted(set(steps)), "metrics.jsonl has a step twice"
 
 
-def test_a_run_resumes_with_the_same_bits_on_another_number_of_processes(uninterrupted, tmp_path, monkeypatch):
+def test_a_run_resumes_with_the_same_bits_on_another_number_of_processes(uninterrupted, tmp_path):
     for step, size in ((2, 4), (5, 1), (8, 3)):
-        with monkeypatch.context() as patch:
-            saves.stop_at(patch, step)
-            run(tmp_path, f"{SMALL} -cpu {size} -model moved", wanted=75)
+        saves.run_until(tmp_path, f"{SMALL} -cpu {size} -model moved", step)
     assert bits(run(tmp_path, f"{SMALL} -cpu 2 -model moved")) == bits(uninterrupted[1])
 
 
@@ -118,40 +113,20 @@ class DrawsSometimes(Draws):
 
 
 @pytest.mark.parametrize("flags", ["-trainer mixes", "-arch draws", "-arch sometimes"])
-def test_random_numbers_of_python_and_numpy_in_a_trainer_or_model_are_the_same_after_a_resume(
-    flags, tmp_path, monkeypatch
-):
+def test_random_numbers_of_python_and_numpy_in_a_trainer_or_model_are_the_same_after_a_resume(flags, tmp_path):
     flags = f"{SMALL} {flags}"
     with plugins(trainer={"mixes": Mixes}, arch={"draws": Draws, "sometimes": DrawsSometimes}):
         whole = run(tmp_path, f"{flags} -cpu 2 -model whole")
-        with monkeypatch.context() as patch:
-            saves.stop_at(patch, 6)
-            run(tmp_path, f"{flags} -cpu 2 -model parts", wanted=75)
+        saves.run_until(tmp_path, f"{flags} -cpu 2 -model parts", 6)
         np.random.seed(9)
         random.seed(9)
         assert distance(run(tmp_path, f"{flags} -cpu 2 -model parts"), whole) == 0.0
         assert distance(run(tmp_path, f"{flags} -cpu 1 -model alone"), whole) < 1e-4
 
 
-def test_random_numbers_of_a_dataset_are_the_same_at_every_start_and_do_not_change_the_weights(tmp_path):
-    drawn = []
-
-    def drawing(args):
-        drawn.append(torch.rand(3).tolist())
-        return few(args)
-
-    with plugins(dataset={"drawing": drawing}):
-        data = {"again": "drawing", "drawing": "drawing", "few": "few"}
-        runs = [run(tmp_path, f"{SMALL} -cpu 1 -dataset {one} -model {name}") for name, one in data.items()]
-    assert len(drawn) == 2 and drawn[0] == drawn[1]
-    assert distance(*runs[:2]) == 0 == distance(*runs[1:])
-
-
-def test_batch_per_gpu_is_saved_as_the_global_batch_size(tmp_path, monkeypatch):
+def test_batch_per_gpu_is_saved_as_the_global_batch_size(tmp_path):
     flags = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_per_gpu 8")
-    with monkeypatch.context() as patch:
-        saves.stop_at(patch, 3)
-        run(tmp_path, f"{flags} -cpu 2 -model share", wanted=75)
+    saves.run_until(tmp_path, f"{flags} -cpu 2 -model share", 3)
     folder = run(tmp_path, f"{flags} -cpu 1 -model share")
     saved_config = yaml.safe_load((folder / "config.yaml").read_text())
     assert (saved_config["batch_size"], saved_config["micro_batch"]) == (16, 8)
@@ -253,16 +228,6 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
     assert [line["train/bad_steps"] for line in lines(folder) if "train/bad_steps" in line][-1] == 3
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
-    with (
-        plugins(dataset={"hopeless": never_finite_dataset}),
-        pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9; -debug names the first bad tensor"),
-    ):
-        run(tmp_path, SMALL.replace("-dataset few", "-dataset hopeless") + " -epochs 9 -model bad -log_every 5")
-    result = outcome(tmp_path / "bad")
-    assert result["state"] == "failed" and "-max_bad_steps" in result["reason"]
-
-
 def test_mixed_precision_keeps_finite_weights_in_full_precision(tmp_path):
     for precision in ("-bf16", "-fp16"):
         folder = run(tmp_path, f"{SMALL} {precision} -model half{precision}")
@@ -280,10 +245,8 @@ def test_every_optimizer_and_loss_trains(tmp_path):
     for name in ("sgd", "adam", "adamw"):
         run(tmp_path, f"{SMALL} -epochs 1 -optimizer {name} -model {name}")
     for name in ("mse", "l1", "huber"):
-        flags = (
-            "-dataset fake -arch mlp -fake_samples 64 -channels 1 -image_size 4 -num_classes 3 -mlp_width 8 -epochs 1"
-        )
-        run(tmp_path, f"{flags} -loss {name} -model {name}")
+        flags = f"-fake_samples 64 -channels 1 -image_size 4 -num_classes 3 -mlp_width 8 -epochs 1 -loss {name}"
+        run(tmp_path, f"-dataset fake -arch mlp {flags} -model {name}")
 
 
 def test_a_run_that_stops_during_an_evaluation_repeats_only_the_evaluation(tmp_path, monkeypatch, uninterrupted):
@@ -333,10 +296,8 @@ def test_a_run_that_ends_between_an_evaluation_and_its_save_logs_the_metrics_onl
         assert [point.step for point in board.Scalars(f"{name}/loss")] == wanted
 
 
-def test_a_stop_on_the_very_last_step_leaves_its_evaluation_to_the_next_start(tmp_path, monkeypatch, uninterrupted):
-    with monkeypatch.context() as patch:
-        saves.stop_at(patch, 12)
-        run(tmp_path, f"{SMALL} -cpu 2 -model last", wanted=75)
+def test_a_stop_on_the_very_last_step_leaves_its_evaluation_to_the_next_start(tmp_path, uninterrupted):
+    saves.run_until(tmp_path, f"{SMALL} -cpu 2 -model last", 12)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model last"), uninterrupted[2]) == 0.0
 
 
@@ -407,12 +368,16 @@ def test_a_stop_between_two_log_lines_does_not_change_the_log_lines(cpu, tmp_pat
     assert '"train/bad_steps": 2' in next(line for line in logged_lines(whole)[::-1] if "train/" in line)
 
 
-def test_bad_steps_in_a_row_are_counted_across_a_stop(tmp_path):
-    flags = f"{SMALL} -cpu 1 -dataset hopeless -epochs 9 -log_every 5 -max_bad_steps 10"
+@pytest.mark.parametrize("stop", [None, 4])
+def test_too_many_bad_steps_in_a_row_end_the_run_and_are_counted_across_a_stop(stop, tmp_path):
+    flags = f"{SMALL} -cpu 1 -dataset hopeless -epochs 9 -log_every 5 -model bad"
     with plugins(dataset={"hopeless": never_finite_dataset}):
-        run(tmp_path, f"{flags} -limit_steps 4", wanted=75)
-        with pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9;"):
+        if stop:
+            run(tmp_path, f"{flags} -limit_steps {stop}", wanted=75)
+        with pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9; -debug names the first bad tensor"):
             run(tmp_path, flags)
+    result = outcome(tmp_path / "bad")
+    assert result["state"] == "failed" and "-max_bad_steps" in result["reason"]
 
 
 # Runs without a finite result
@@ -510,20 +475,25 @@ def drawn_dataset(args):
     return {"train": Tensors(inputs, labels), "val": Tensors(inputs[:9] + random.random(), labels[:9])}
 
 
-def test_a_dataset_that_draws_has_the_same_samples_at_each_start_and_on_each_process(tmp_path):
-    with plugins(dataset={"drawn": drawn_dataset}):
+def few_and_draws(args):
+    torch.rand(3)
+    return few(args)
+
+
+def test_a_dataset_that_draws_has_the_same_samples_at_each_start_and_does_not_change_other_draws(
+    tmp_path, uninterrupted
+):
+    with plugins(dataset={"drawn": drawn_dataset, "few_and_draws": few_and_draws}):
         one, two = (run(tmp_path, f"{SMALL} -dataset drawn -cpu {cpu} -model on_{cpu}") for cpu in (1, 2))
         run(tmp_path, f"{SMALL} -dataset drawn -cpu 2 -model on_1")
-    assert distance(one, two) == 0.0
+        usual = run(tmp_path, f"{SMALL} -dataset few_and_draws -cpu 1 -model usual")
+    assert distance(one, two) == 0.0 == distance(usual, uninterrupted[1])
 
 
 def test_a_dataset_that_differs_from_process_to_process_is_refused(tmp_path, capfd):
     def drawn(args):
-        return {
-            "train": Tensors(
-                torch.from_numpy(np.random.default_rng().random((40, 64), np.float32)), torch.arange(40) % 4
-            )
-        }
+        inputs = np.random.default_rng().random((40, 64), np.float32)
+        return {"train": Tensors(torch.from_numpy(inputs), torch.arange(40) % 4)}
 
     with plugins(dataset={"drawn": drawn}):
         run(tmp_path, f"{SMALL} -dataset drawn -cpu 2", wanted=2)

@@ -18,7 +18,7 @@ LONGEST = """page_files page_commands slurm elastic stops sweep gpu trackers che
     exact edits storage_faults config trainer_state train""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
-    test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
+    test_caches_are_set_before_torch_is_imported
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
     test_a_second_model_and_optimizer_resume_exactly
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled

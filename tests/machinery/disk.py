@@ -45,9 +45,7 @@ class Node:
     """A file, folder or link: its state on disk, and its changes that are not synced."""
 
     content: bytes | str | None  # as in a tree
-    writes: list = field(
-        default_factory=list
-    )  # since the last fsync: (offset, bytes), or (length, None) of a truncate
+    writes: list = field(default_factory=list)  # since the last fsync: (offset, bytes); (length, None): cut
     entries: dict = field(default_factory=dict)  # of a folder: name -> Node, at present
     synced: dict = field(default_factory=dict)  # the same on disk
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -270,6 +271,12 @@ class Starter:
         run = Run(pid, self.folder / "out" / model, log, notes, ended, ours)
         self.runs.append(run)
         return run
+
+
+def fake_program(folder: Path, name: str, text: str):
+    """Write FOLDER/bin/NAME, a bash script."""
+    (folder / "bin" / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
 
 
 @pytest.fixture

@@ -3,17 +3,18 @@
 import os
 import re
 import signal
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from items import Items
 from runs import few, norm_net, plugins
 from torch import nn
 
 import train
 from lib.trainer import trainer
 from lib.utils.data import plan
-from lib.utils.data.tensors import Tensors
 from scripts import check_resume, ledger
 
 STEPS, BATCH = 8, 8
@@ -28,7 +29,7 @@ def check_run(tmp_path, capfd):
 
     def check(flags):
         before = signal.getsignal(signal.SIGTERM)
-        code = train.main([*flags.split(), "-check_resume", "-out", str(tmp_path / "out")])
+        code = train.main(["-check_resume", "-out", str(tmp_path / "out"), *flags.split()])
         assert signal.getsignal(signal.SIGTERM) is before
         assert not list(tmp_path.glob("out/*"))
         captured = capfd.readouterr()
@@ -54,27 +55,17 @@ def test_with_the_stock_engine_only_the_same_number_of_processes_is_compared(che
     assert [line[:44].strip() for line in lines[5:-1]] == ROWS[:1]
 
 
-# Faults, and the causes that are reported for them
-
-
 def noisy(generator):
     """The small dataset with noise from a generator of its own."""
 
+    def add_noise(inputs, target):
+        return inputs + torch.randn(64, generator=generator()), target
+
     def get_dataset(args):
         parts = few(args)
-        return {**parts, "train": Noisy(generator, *parts["train"].tensors)}
+        return {**parts, "train": Items([partial(add_noise, *parts["train"][index]) for index in range(50)])}
 
     return get_dataset
-
-
-class Noisy(Tensors):
-    def __init__(self, generator, *tensors):
-        super().__init__(*tensors)
-        self.generator = generator
-
-    def __getitems__(self, indices):
-        inputs, targets = super().__getitems__(indices)
-        return inputs + torch.randn(64, generator=self.generator()), targets
 
 
 def unseeded():
@@ -150,29 +141,23 @@ def test_a_fault_is_reported_with_its_first_step_and_its_likely_cause(check_run,
     assert sample in plan.order(50, 0, 0)[step * BATCH : (step + 1) * BATCH]
 
 
-# Runs that cannot be checked
-
-
 def failing(args):
     raise RuntimeError("no such luck")
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("flags", "wanted", "message"),
     [
         ("-limit_steps 1", 2, "-limit_steps 1: -check_resume needs 2 steps or more"),
         ("-out README.md/out", 2, "-out README.md/out: cannot be written (Not a directory)"),
         ("-dataset few -arch failing", 1, "RuntimeError: no such luck"),
     ],
 )
-def test_a_run_that_cannot_be_checked_is_reported_with_the_reason(capfd, tmp_path, flags, code, message):
+def test_a_run_that_cannot_be_checked_is_reported_with_the_reason(check_run, flags, wanted, message):
     with plugins(arch={"failing": failing}, dataset={"few": few}):
-        flags = ["-out", str(tmp_path / "out"), "-cpu", "2", *flags.split(), "-check_resume"]
-        assert train.main(flags) == code
-    output = capfd.readouterr().err
-    assert message in output and "train.py: " in output
+        code, _, output = check_run(f"-cpu 2 {flags}")
+    assert code == wanted and message in output and "train.py: " in output
     assert code == 1 or len(output.splitlines()) == 1
-    assert not list(tmp_path.glob("out/*"))
 
 
 def test_a_check_under_torchrun_is_refused(check_run, monkeypatch):

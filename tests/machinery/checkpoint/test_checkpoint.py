@@ -21,9 +21,6 @@ from lib.utils.monitoring import metrics
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
-# Saves in the background
-
-
 def test_a_save_contains_the_state_at_its_beginning_even_if_tensors_change_before_it_is_written(
     tmp_path, monkeypatch
 ):
@@ -69,9 +66,6 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
 def test_a_checkpoint_names_the_commit_of_the_code(finished_run):
     newest = finished_run / "checkpoints" / names(finished_run)[0]
     assert state.read_manifest(newest)["about"]["git"] == runtime._git_status()
-
-
-# Retention
 
 
 def test_retention_keeps_the_last_checkpoints_and_the_milestones_and_all_are_complete(tmp_path):
@@ -160,9 +154,6 @@ def test_best_is_the_highest_score_and_never_nan(caplog):
         assert best["evaluation"] == {3: 3, 1: 2}[wanted] and best["metric"] == flag.partition(":")[0]
     assert metrics.new_best(None, {"rec": 1.0}, None, 1) is None
     assert "the validation gives rec; choose one by -best" in caplog.text
-
-
-# Disk space
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(refused, tmp_path, monkeypatch):

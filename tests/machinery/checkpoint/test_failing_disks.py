@@ -8,7 +8,6 @@ import subprocess
 import threading
 import time
 
-import boundary
 import pytest
 import saves
 from runs import distance, outcome, run
@@ -44,9 +43,6 @@ def mount(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-# Full disks
-
-
 def fill(disk):
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
 
@@ -56,7 +52,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
 ):
     disk = mount("8m")
     with monkeypatch.context() as patch:
-        boundary.after_step(patch, 5, lambda folder: fill(disk))
+        saves.after_step(patch, 5, lambda folder: fill(disk))
         with pytest.raises(RuntimeError, match=r"could not be saved .*No space left"):
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
     folder = disk / finished_run.name
@@ -67,33 +63,25 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
     assert distance(run(disk, SMALL), finished_run) == 0.0
 
 
-# Missing folders and read-only disks
-
-
 def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_create_it_again(tmp_path, monkeypatch):
     folder = tmp_path / "out" / "few_norm_net"
     monkeypatch.setattr(preemption, "ASK_EVERY_S", 0.0)
-    boundary.after_step(monkeypatch, 5, lambda folder: folder.rename(tmp_path / "moved"))
+    saves.after_step(monkeypatch, 5, lambda folder: folder.rename(tmp_path / "moved"))
     with pytest.raises((OSError, RuntimeError), match=f"No such file or directory: '{folder}/"):
         run(tmp_path / "out", SMALL)
     assert not folder.exists()
 
 
 def test_a_read_only_disk_is_refused_and_its_checkpoints_can_be_resumed_elsewhere(
-    tmp_path, mount, monkeypatch, capfd, finished_run
+    tmp_path, mount, capfd, finished_run
 ):
-    with monkeypatch.context() as patch:
-        saves.stop_at(patch, 6)
-        run(tmp_path / "out", SMALL, wanted=75)
+    saves.run_until(tmp_path / "out", SMALL, 6)
     disk = mount(of=tmp_path / "out")
     assert "cannot be written (Read-only file system" in saves.refused(disk, SMALL, capfd)
     assert "cannot be written (" in saves.refused(disk, f"{SMALL} -model new", capfd)
     folder = run(tmp_path, f"{SMALL} -resume {disk / finished_run.name}")
     assert f"resuming from {disk}/{finished_run.name}/checkpoints/000002_step_6:" in log_of(folder)
     assert distance(folder, finished_run) == 0.0
-
-
-# Slow disks
 
 
 def test_a_slow_disk_is_no_hang_of_the_ranks_that_wait_for_it(tmp_path, monkeypatch, finished_run):
@@ -110,18 +98,13 @@ def test_a_slow_disk_is_no_hang_of_the_ranks_that_wait_for_it(tmp_path, monkeypa
     assert saves.steps(folder) == [12] and distance(folder, finished_run) == 0.0
 
 
-# Unusual folders
-
-
-def test_a_restrictive_umask_a_link_and_a_name_with_spaces_work(tmp_path, monkeypatch, finished_run):
+def test_a_restrictive_umask_a_link_and_a_name_with_spaces_work(tmp_path, finished_run):
     before = os.umask(0o077)
     try:
         (tmp_path / "real one").mkdir()
         (tmp_path / "link").symlink_to("real one")
         for out in ("link", "real one/deeper ünd"):
-            with monkeypatch.context() as patch:
-                saves.stop_at(patch, 6)
-                run(tmp_path / out, SMALL, wanted=75)
+            saves.run_until(tmp_path / out, SMALL, 6)
             assert distance(run(tmp_path / out, SMALL), finished_run) == 0.0
     finally:
         os.umask(before)
@@ -130,9 +113,6 @@ def test_a_restrictive_umask_a_link_and_a_name_with_spaces_work(tmp_path, monkey
     (tmp_path / "real one").rename(tmp_path / "moved")
     (tmp_path / "link").unlink()
     run(tmp_path / "moved", SMALL)
-
-
-# Signals during a save
 
 
 def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_complete(

@@ -1,18 +1,21 @@
-"""What others put into a run's folder: links, pipes, odd content, escapes; and a second run in the same folder."""
+"""What others put into a run's folder: links, pipes, odd content and manifests, escapes; and a second run in it."""
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
-import boundary
+import disk
 import pytest
 import runs
 import saves
+import torch
 from runs import outcome, run
+from safetensors.torch import load_file, save_file
 from saves import SMALL, log_of, names
 
 from lib import config
@@ -23,7 +26,6 @@ from lib.utils.monitoring import console
 from scripts import export, plot, reading, status
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder to another user")
 ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
 MANIFEST, SHARD = "manifest.json", "shard_0000.safetensors"
 WEIGHTS = "best/weights.safetensors"
@@ -52,9 +54,6 @@ def there(tmp_path):
 def replace(path: Path, kind: str, there: Path):
     path.unlink(missing_ok=True)
     ODD[kind](path, there)
-
-
-# Opening
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -101,12 +100,8 @@ def test_a_run_does_not_start_over_a_link_in_place_of_a_folder_of_its_own(name, 
 
 
 def test_files_that_are_replaced_are_replaced_whatever_stands_there(copy, there):
-    kinds = {
-        "outcome.json": "link",
-        "config.yaml": "pipe",
-        WEIGHTS: "hard link",
-        "final/weights.safetensors": "device",
-    }
+    kinds = {"outcome.json": "link", "config.yaml": "pipe", WEIGHTS: "hard link"}
+    kinds["final/weights.safetensors"] = "device"
     for name, kind in kinds.items():
         replace(copy / name, kind, there)
     shutil.rmtree(copy / "checkpoints")
@@ -125,10 +120,7 @@ def test_a_cfg_file_or_weights_that_are_no_regular_file_are_refused(kind, tmp_pa
     assert "-weights" in refused(f"{SMALL} -weights {path}")
 
 
-# Owners
-
-
-@AS_ROOT
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder to another user")
 def test_the_folder_of_another_user_is_refused_unless_out_is_made_for_a_group(copy, tmp_path, refused):
     out = copy.parent
     os.chown(copy, 12345, -1)
@@ -146,9 +138,6 @@ def test_the_folder_of_another_user_is_refused_unless_out_is_made_for_a_group(co
     run(other, f"{SMALL} -cpu 2")  # a link of my own, as to a larger disk
     os.lchown(other / "few_norm_net", 12345, -1)
     assert "belongs to user 12345" in refused(f"{SMALL} -cpu 2", out=other)
-
-
-# Two runs in one folder
 
 
 def another_run(folder: Path):
@@ -172,26 +161,22 @@ def test_a_run_whose_folder_another_one_has_ends_and_writes_nothing_more(seize, 
         taken.update(tree(folder))
 
     taken: dict = {}
-    boundary.after_step(monkeypatch, 5, take)
+    saves.after_step(monkeypatch, 5, take)
     with pytest.raises(OSError, match="another process has the run's folder"):
         runs.train.main([*f"{SMALL} {seen_by} -cpu 1 -model m -out {tmp_path}".split()])
     assert tree(tmp_path / "m") == taken
 
 
-def tree(folder: Path) -> dict[str, str]:
-    """The files of a folder, without logs."""
-    kept = [path for path in folder.rglob("*") if path.is_file() and "logs" not in path.parts]
-    return {str(path.relative_to(folder)): path.read_text(errors="replace") for path in kept}
-
-
-# Weights
+def tree(folder: Path) -> dict:
+    """The content of a folder, without logs."""
+    return {name: content for name, content in disk.read_tree(folder).items() if not name.startswith("logs")}
 
 
 def test_every_flipped_bit_of_a_weights_file_is_noticed(tmp_path):
     file = tmp_path / "x.safetensors"
-    shards.write_weights(file, {"a.weight": runs.torch.randn(3), "b": runs.torch.tensor(True)})
+    shards.write_weights(file, {"a.weight": torch.randn(3), "b": torch.tensor(True)})
     good, found = file.read_bytes(), shards.read_weights(file)
-    assert runs.load_file(file).keys() == found.keys() == {"a.weight", "b"}
+    assert load_file(file).keys() == found.keys() == {"a.weight", "b"}
     for bit in range(8 * len(good)):
         data = bytearray(good)
         data[bit // 8] ^= 1 << bit % 8
@@ -271,8 +256,6 @@ FORGED = {
     }.items()
     for value in values
 }
-
-
 FORGED |= {
     f"a shard {path}": lambda manifest, path=path: manifest["shards"].update({path: {"bytes": 22, "crc32": 0}})
     for path in ("../../../precious", "/etc/passwd")
@@ -291,6 +274,46 @@ def test_a_forged_manifest_is_passed_over(copy):
     for body in (b"[", b'{"a": ' * 5000, b"nothing"):
         manifest.write_bytes(body + state.CHECKSUM_LINE % shards.zlib.crc32(body))
         assert saves.found(copy).folder.name == before, body[:10]
+
+
+def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, refused):
+    before = names(copy)
+    saves.change_manifest(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
+    line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
+    assert "is of format 9" in line and f"reads format {state.FORMAT}" in line
+    assert names(copy) == before
+
+
+def test_checkpoints_with_values_that_are_not_finite_are_refused_unless_allowed(copy, refused):
+    newest = copy / "checkpoints" / names(copy)[0]
+    for shard in newest.glob("shard_*"):
+        tensors = load_file(shard)
+        if "model.5.bias" in tensors:
+            tensors["model.5.bias"][2] = float("inf")
+            save_file(tensors, shard)
+            facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
+            saves.change_manifest(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
+    for cpu in (1, 2):
+        line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
+        assert "5.bias" in line and "not finite" in line and "-allow_change nan" in line
+    run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
+
+
+def test_files_with_a_valid_checksum_and_wrong_content_are_passed_over_and_no_code_is_executed(copy, tmp_path):
+    newest, before = (copy / "checkpoints" / name for name in names(copy)[:2])
+    mark, shard = tmp_path / "mark", newest / SHARD
+    for write in (
+        lambda: saves.payload(shard, mark),
+        lambda: torch.save({"model.1.weight": saves.Payload(mark)}, shard),
+        lambda: save_file({"other": torch.ones(3)}, shard),
+        lambda: shard.write_bytes((2**60).to_bytes(8, "little") + b"{}"),
+    ):
+        write()
+        facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
+        saves.change_manifest(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], SHARD: f}})
+        past = saves.found(copy)
+        assert past.folder == before and re.search("header|its files lack a part of model", past.damaged[0])
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("odd", ["[]", '{"resume": 3}', "{"])
@@ -398,12 +421,8 @@ def test_plot_draws_the_good_runs_and_names_what_it_leaves_out(tmp_path, capsys)
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
     figures = {"step": 1, "val/loss": 2.0, "val/accuracy": 0.5}
     many = {**figures, **{f"val/m{number:04}": 1.0 for number in range(3000)}}
-    for name, text in (
-        ("good", json.dumps(many)),
-        ("odd", "[]"),
-        ("empty", ""),
-        ("huge", '{"step": 1, "a": ' + "9" * 400 + "}"),
-    ):
+    texts = {"good": json.dumps(many), "odd": "[]", "empty": "", "huge": '{"step": 1, "a": ' + "9" * 400 + "}"}
+    for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(f"{text}\n")
     file = tmp_path / "x.png"

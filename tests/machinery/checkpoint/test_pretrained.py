@@ -1,4 +1,4 @@
-"""-weights of files that other programs saved: their names, formats and folders."""
+"""-weights of files that other programs saved, their names, formats and folders, and of torchvision (imagenet)."""
 
 import argparse
 import json
@@ -7,12 +7,17 @@ import re
 
 import numpy as np
 import pytest
+import runs
+import tiny_data
 import torch
+import torchvision
+from command_line import usage_error
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
 from lib.utils.checkpoint.weights import load_into
-from lib.utils.errors import UsageError
+from scripts import predict
 
 
 class Tied(nn.Module):
@@ -51,13 +56,7 @@ def save(tensors: object, path) -> str:
 
 
 def refusal(file, model=None) -> str:
-    with pytest.raises(UsageError) as refused:
-        load_into(str(file), model or Tied())
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-# Names
+    return usage_error(load_into, str(file), model or Tied())
 
 
 @pytest.mark.parametrize("dropped", ["embed.weight", "head.weight"])
@@ -128,38 +127,23 @@ def test_values_that_cannot_be_the_models_are_refused(tmp_path):
         assert f"{there}: save quantized weights as floats first" in message
 
 
-# Formats
+ADAM = {"state": {0: {"exp_avg": torch.ones(4, 4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+PROGRAMS = {  # prefix and name of the tensors, and what else is in the file
+    "lightning": ("model.", "state_dict", {"optimizer_states": [ADAM], "callbacks": {"best": torch.ones(())}}),
+    "timm": ("", "state_dict", {"arch": "vit", "optimizer": ADAM, "args": argparse.Namespace(model="vit", lr=0.1)}),
+    "torch's tutorial": ("module.", "model_state_dict", {"loss": torch.ones(())}),
+}
+PROGRAMS["lightning"][2].update({"pytorch-lightning_version": "2.5.0", "hyper_parameters": {"lr": 0.1}})
 
 
-def lightning(tensors: dict) -> dict:
-    """As Lightning saves."""
-    tensors = {f"model.{name}": value for name, value in tensors.items()}
-    optimizer = {"state": {0: {"exp_avg": torch.ones(4, 4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    about = {"epoch": 3, "global_step": 9, "pytorch-lightning_version": "2.5.0", "hyper_parameters": {"lr": 0.1}}
-    return {**about, "state_dict": tensors, "optimizer_states": [optimizer], "callbacks": {"best": torch.ones(())}}
-
-
-def timm(tensors: dict) -> dict:
-    """As timm's train.py saves."""
-    arguments = argparse.Namespace(model="vit", lr=0.1)
-    return {"epoch": 3, "arch": "vit", "state_dict": tensors, "optimizer": {"state": {}}, "args": arguments}
-
-
-def tutorial(tensors: dict) -> dict:
-    """As torch's tutorial saves, from DDP."""
-    tensors = {f"module.{name}": value for name, value in tensors.items()}
-    return {"epoch": 3, "model_state_dict": tensors, "loss": torch.ones(())}
-
-
-@pytest.mark.parametrize("form", [lightning, timm, tutorial])
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", ["w.ckpt", "w.safetensors.pt"])
-def test_checkpoints_of_other_programs_are_read(tmp_path, form, name):
+def test_checkpoints_of_other_programs_are_read(tmp_path, program, name):
     given, made = WithBackbone(), WithBackbone()
-    load_into(save(form(tensors_of(given)), tmp_path / name), made, whole=True)
+    prefix, entry, others = PROGRAMS[program]
+    tensors = {f"{prefix}{name}": value for name, value in tensors_of(given).items()}
+    load_into(save({"epoch": 3, entry: tensors, **others}, tmp_path / name), made, whole=True)
     assert same(made, given)
-
-
-# Folders
 
 
 def shards_in(folder, ending: str, write) -> nn.Module:
@@ -205,3 +189,46 @@ def test_a_folder_in_which_nothing_or_too_much_may_be_meant_is_refused(tmp_path)
     for name in ("a.pt", "b.pt"):
         save(tensors_of(Tied()), tmp_path / name)
     assert f"{wanted}; in this folder are a.pt, b.pt" in refusal(tmp_path)
+
+
+def no_network(*_, **__):
+    raise OSError("no network")
+
+
+@pytest.fixture
+def imagenet(tmp_path, monkeypatch):
+    """A fake cache of torch.hub with weights for ResNet-18, and photos of two classes."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    file = tmp_path / "cache" / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    file.parent.mkdir(parents=True)
+    torch.manual_seed(5)
+    torch.save(torchvision.models.resnet18().state_dict(), file)
+    tiny_data.make_folder(tmp_path / "photos")
+    return file
+
+
+def test_a_run_from_imagenet_weights_has_a_new_head_and_needs_the_file_only_once(imagenet, tmp_path):
+    flags = f"-dataset folder -data {tmp_path}/photos -arch resnet -weights imagenet "
+    flags += "-image_size 65 -batch_size 2 -epochs 2 -lr_start 1e-30 -lr_end 0 -weight_decay 0 -cpu 1 -model photos"
+    folder = runs.run(tmp_path / "out", f"{flags} -limit_steps 1", wanted=75)
+    log = (folder / "logs" / "rank_0.log").read_text()
+    assert "120 tensors loaded; not loaded, as missing or of another shape: fc.bias (" in log
+    pretrained = torch.load(imagenet, weights_only=True)
+    imagenet.unlink()
+    final = runs.weights(runs.run(tmp_path / "out", flags))
+    assert final["fc.weight"].shape == (2, 512)
+    trained = [name for name in final if not name.startswith("fc.") and not name.endswith(("mean", "var", "tracked"))]
+    assert len(trained) == 60 and all((final[name] - pretrained[name]).abs().max() < 1e-20 for name in trained)
+    runs.run(tmp_path / "out", f"{flags} -eval")
+    assert json.loads((folder / "eval.json").read_text())["weights"] == str(folder / "best" / "weights.safetensors")
+    assert set(predict.load(folder)([Image.new("RGB", (40, 30))])[0]) == {"ant", "bee"}
+
+
+def test_imagenet_weights_that_cannot_be_loaded_are_reported_in_one_line(tmp_path, monkeypatch, refused):
+    message = refused("-arch mlp -weights imagenet -cpu 1")
+    assert message.startswith("train.py: -weights imagenet: cannot be read (module 'lib.arch.mlp' has no attribute")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    message = refused("-dataset fake -arch resnet -weights imagenet -cpu 1")
+    assert message.startswith("train.py: -weights imagenet: cannot be read (no network)")

@@ -18,9 +18,6 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# Damaged files
-
-
 def test_every_one_of_500_flipped_bits_and_50_truncations_is_detected(copy):
     newest, before = names(copy)[:2]
     folder, draw = copy / "checkpoints" / newest, random.Random(0)
@@ -154,9 +151,6 @@ def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy,
     assert "this one does not" in outcome(copy)["reason"] and all_entries(copy) == before
     run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
     assert f"resuming from {copy}/checkpoints/{newest}:" in log_of(copy)
-
-
-# Failing disks
 
 
 def fail_writes(monkeypatch, when):

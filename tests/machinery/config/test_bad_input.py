@@ -20,9 +20,6 @@ NO_RUNS = "../../x /absolute a/b a\\b .. .hidden é a:b ~ $HOME * -x \u202e".spl
 NO_RUNS += ["", " ", "a b", "a\n", "a\0b", "x" * 101]
 
 
-# Names
-
-
 @pytest.mark.parametrize("kind", ["arch", "dataset", "trainer"])
 def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, error_of):
     for name in NO_PLUGINS:
@@ -37,9 +34,6 @@ def test_a_run_name_with_invalid_characters_is_refused(error_of):
     for name in NO_RUNS:
         line = error_of([f"-model={name}"])
         assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
-
-
-# Numbers
 
 
 @pytest.mark.parametrize(("place", "name"), [*enumerate(NUMBERS)])
@@ -65,9 +59,6 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
     for flag in ("out", "data", "resume", "weights"):
         path = str(tmp_path / os.fsdecode(b"\xff"))
         assert error_of([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
-
-
-# As a command of the shell
 
 
 def test_an_error_is_one_line_and_exit_code_2_in_the_shell(tmp_path):

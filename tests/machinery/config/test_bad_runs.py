@@ -21,9 +21,6 @@ from lib.utils.data.tensors import Tensors
 FAST = ["-cpu", "1", "-epochs", "1"]
 
 
-# Data sets and models
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(9))
@@ -106,12 +103,6 @@ def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):
     assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
 
 
-@pytest.mark.parametrize("flags", ["-resume nowhere", "-resume README.md", "-weights nowhere", "-weights README.md"])
-def test_errors_that_need_the_built_run_are_found_before_anything_is_written(flags, error_of, monkeypatch):
-    monkeypatch.chdir(config.ROOT)
-    assert flags in error_of([*FAST, *flags.split()])
-
-
 def colour_images(count, classes):
     """Images with 3 channels and ascending labels; the last image is of the last class."""
     return Tensors(torch.randn(count, 3, 8, 8), torch.arange(count) * classes // count)
@@ -129,9 +120,6 @@ def test_flags_that_contradict_the_data_are_refused(flags, message, refused):
     late = {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)}
     with runs.plugins(dataset={"late": lambda args: late}):
         assert message in refused(f"-cpu 1 -epochs 1 -dataset {flags} -data {config.ROOT / 'data'}")
-
-
-# Folders
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused(error_of, tmp_path):

@@ -43,24 +43,16 @@ def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_
 
 
 def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
-    args = parsed(
-        [
-            "-cfg",
-            cfg_file(tmp_path, "lr_start: 3e-4\nlr_end: 1e-9\nshuffle: false\nreset: true\nmodel: 007\nseed: 010\n"),
-        ]
-    )
+    def read(text, *flags):
+        return parsed(["-cfg", cfg_file(tmp_path, text), *flags])
+
+    args = read("lr_start: 3e-4\nlr_end: 1e-9\nshuffle: false\nreset: true\nmodel: 007\nseed: 010\n")
     assert (args.lr_start, args.lr_end, args.shuffle, args.reset) == (3e-4, 1e-9, False, True)
     assert args.model == "007" and args.seed == 10
-    listed = parsed(
-        ["-cfg", cfg_file(tmp_path, "allow_change: [epochs, seed]\n"), "-allow_change", "loss"]
-    ).allow_change
-    assert (
-        listed
-        == ["epochs", "seed", "loss"]
-        == [*parsed(["-cfg", cfg_file(tmp_path, "allow_change:\n- epochs\n- seed")]).allow_change, "loss"]
-    )
-    assert parsed(["-cfg", cfg_file(tmp_path, "allow_change: []\nabout: {git: abc, x: [1, 2]}\n")]).allow_change == []
-    assert parsed(["-cfg", cfg_file(tmp_path, "class_weights: [1, 2.5]\n")]).class_weights == "1,2.5"
+    assert read("allow_change: [epochs, seed]\n", "-allow_change", "loss").allow_change == ["epochs", "seed", "loss"]
+    assert read("allow_change:\n- epochs\n- seed").allow_change == ["epochs", "seed"]
+    assert read("allow_change: []\nabout: {git: abc, x: [1, 2]}\n").allow_change == []
+    assert read("class_weights: [1, 2.5]\n").class_weights == "1,2.5"
 
 
 @pytest.mark.parametrize(
@@ -115,14 +107,8 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         if name not in NOT_DRAWN
     }
     chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
-    args = parsed(
-        [
-            "-parallel=fsdp",
-            "-deterministic=no",
-            "-lr_end=0",
-            *(f"-{name}={value}" for name, value in chosen.items()),
-        ]
-    )
+    flags_of_all = ["-parallel=fsdp", "-deterministic=no", "-lr_end=0"]
+    args = parsed([*flags_of_all, *(f"-{name}={value}" for name, value in chosen.items())])
     assert read_back(args, tmp_path) == saved_args(args)
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert not flags.rules().forgotten & set(saved) and list(saved)[-1] == "about"
@@ -139,11 +125,8 @@ def test_home_and_variables_in_paths_are_replaced(tmp_path, monkeypatch, flag):
         path = cfg_file(tmp_path, f"{flag}: {word}\n")
         for command in ([f"-{flag}={word}"], [f"-{flag}", word], ["-cfg", path], ["-cfg=~/run.yaml"]):
             assert getattr(parsed(command), flag) == wanted
-    for word, unknown in (
-        ("$NOWHERE/a", "$NOWHERE"),
-        ("a/${NOWHERE}", "${NOWHERE}"),
-        ("~nobody_here/a", "~nobody_here"),
-    ):
+    unknown_in = {"$NOWHERE/a": "$NOWHERE", "a/${NOWHERE}": "${NOWHERE}", "~nobody_here/a": "~nobody_here"}
+    for word, unknown in unknown_in.items():
         for command in ([f"-{flag}={word}"], ["-cfg", cfg_file(tmp_path, f"{flag}: {word}\n")]):
             assert f"{unknown} is no variable and no home here" in refusal(command)
     assert "$NOWHERE is no variable" in refusal(["-cfg=$NOWHERE/run.yaml"])

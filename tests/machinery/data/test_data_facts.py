@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from command_line import parsed
+from items import Items
 from PIL import Image
 from runs import few, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, log_of, names, refused, stop_at
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from lib.trainer import trainer
 from lib.utils import distributed
@@ -34,20 +35,6 @@ def changed(part, other):
     """The names of the facts that differ between two datasets."""
     before, now = describe(part), describe(other)
     return [name for name in now if before[name] != now[name]]
-
-
-class Items(Dataset):
-    """Any items, with any attributes."""
-
-    def __init__(self, items, **attributes):
-        self.items = items
-        vars(self).update(attributes)
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index]() if callable(self.items[index]) else self.items[index]
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,9 +124,6 @@ def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):
     for place, given in (("b", "b"), ("b", "link"), ("link", "link")):
         for end in ("", "/"):
             assert one == describe(at(tmp_path / place), f"-data {tmp_path / given}{end}")
-
-
-# Runs
 
 
 def other_labels(args):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from items import Items
 from processes import ROOT
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from lib.utils.data import fetch, tensors
 from lib.utils.data.fetch import Fetcher
@@ -33,29 +34,19 @@ class OwnText(Exception):
         return f"{self.path} answers {self.code}"
 
 
-class FailsAtSomeSamples(Dataset):
-    """Fails at some samples, also with errors whose text does not follow from their arguments; one is None."""
+def fail_with_own_text():
+    raise OwnText("a.jpg", 404)
 
-    def __len__(self):
-        return 40
 
-    def __getitem__(self, index):
-        match index:
-            case 5:
-                return 1 // 0
-            case 13:
-                return None
-            case 17:
-                return Path("nowhere").read_text()
-            case 21:
-                return next(iter([]))  # this StopIteration would end the epoch like the end of the samples
-            case 22:
-                return b"\xff".decode()
-            case 23:
-                raise OwnText("a.jpg", 404)
-            case 24:
-                raise KeyError("label")
-        return index
+FAULTS = {  # samples that fail, also with errors whose text does not follow from their arguments
+    5: lambda: 1 // 0,
+    13: lambda: None,
+    17: Path("nowhere").read_text,
+    21: lambda: next(iter([])),  # this StopIteration would end the epoch like the end of the samples
+    22: b"\xff".decode,
+    23: fail_with_own_text,
+    24: lambda: {}["label"],
+}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -70,7 +61,7 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
         ([23], r"OwnText: a.jpg answers 404.* \(while fetching sample 23"),
         ([24], r"label.* \(while fetching sample 24"),
     ):
-        fetcher = Fetcher(FailsAtSomeSamples(), 0, workers, pin=False)
+        fetcher = Fetcher(Items([FAULTS.get(index, index) for index in range(40)]), 0, workers, pin=False)
         with contextlib.closing(fetcher), pytest.raises(RuntimeError, match=f"(?s){message}"):
             next(iter(fetcher(0, [micro_batch(indices)])))
 
@@ -86,7 +77,7 @@ def test_tensors_in_a_batch_of_any_form_go_to_the_device():
 
 def test_the_page_lists_all_optional_attributes_of_a_dataset():
     page = (ROOT / "docs" / "extending.md").read_text()
-    table = page.partition("These attributes of a dataset are optional")[2].partition("`draws` holds")[0]
+    table = page.partition("These attributes are optional")[2].partition("`draws` holds")[0]
     listed = set(re.findall(r"^\| `(\w+)", table, re.M))
     code = "".join(file.read_text() for file in Path(fetch.__file__).parent.glob("*.py"))
     assert listed >= set(re.findall(r'option\(.*, "(\w+)"', code)) >= {"on_device", "classes", "log_lines"}

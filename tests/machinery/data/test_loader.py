@@ -1,5 +1,6 @@
 """The loaders: torch's order, split over steps and ranks, each sample once, with the same random numbers anywhere."""
 
+import functools
 import itertools
 import multiprocessing
 import random
@@ -12,6 +13,7 @@ import torch
 import truth
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from items import Items
 from torch.utils.data import Dataset, Subset, default_collate
 
 from lib.utils.checkpoint import resume
@@ -219,21 +221,11 @@ def test_a_file_that_one_process_has_open_is_shared_with_no_other(tmp_path, work
             assert seen == [*parts[split].indices]
 
 
-class Stuck(Dataset):
-    """Returns its first sample and hangs at the others."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return index if index == 0 else time.sleep(600)
-
-
 def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds, for each process
     args = flags()
     before = multiprocessing.active_children()
-    for data in (Stuck(), ROWS):
+    for data in (Items([0] + 19 * [lambda: time.sleep(600)]), ROWS):
         with (
             pytest.raises(ZeroDivisionError),
             loader.open_loaders({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args) as both,
@@ -258,18 +250,16 @@ def test_evaluation_has_its_own_number_of_loader_processes():
 # Randomness
 
 
-class Drawing(Dataset):
-    """Samples that are drawn from every random generator."""
-
-    def __len__(self):
-        return 30
-
-    def __getitem__(self, index):
-        return index, random.random(), np.random.random(), torch.rand(()).double(), random.getrandbits(40)
+def draw(index):
+    """A sample that is drawn from every random generator."""
+    return index, random.random(), np.random.random(), torch.rand(()).double(), random.getrandbits(40)
 
 
-class DrawingWhole(Drawing):
-    """The same, with whole batches."""
+DRAWN = Items([functools.partial(draw, index) for index in range(30)])
+
+
+class Whole(Items):
+    """Has whole batches."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
@@ -289,7 +279,7 @@ def random_samples(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @FEW
 @given(epoch=EPOCHS, ranks=st.integers(2, 4), first=st.integers(1, 3), workers=st.integers(1, 3))
-@pytest.mark.parametrize("dataset", [DrawingWhole(), Subset(Drawing(), range(30))], ids=["all", "part"])
+@pytest.mark.parametrize("dataset", [Whole(DRAWN.items), Subset(DRAWN, range(30))], ids=["all", "part"])
 def test_a_random_sample_is_the_same_for_any_workers_ranks_and_first_step(dataset, epoch, ranks, first, workers):
     wanted = random_samples(dataset, epoch)
     torch.manual_seed(epoch)  # the state of the global generators must not matter
@@ -340,7 +330,7 @@ def test_a_dataset_knows_its_epoch_and_on_device_draws_the_same_on_any_number_of
 
 def test_samples_of_different_indices_epochs_or_seeds_differ():
     runs = itertools.product((0, 1, 2**40), (0, 1, 2))
-    rows = [row for seed, epoch in runs for row in random_samples(Drawing(), epoch, seed=seed).values()]
+    rows = [row for seed, epoch in runs for row in random_samples(DRAWN, epoch, seed=seed).values()]
     assert len(rows) == 270
     for column in zip(*rows, strict=True):
         assert len({*column}) == 270

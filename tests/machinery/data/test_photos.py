@@ -10,6 +10,7 @@ import pytest
 import tiny_data
 import torch
 import yaml
+from command_line import usage_error
 from PIL import Image
 from PIL.Image import Transpose
 from runs import run
@@ -22,13 +23,8 @@ from lib.utils.errors import UsageError
 from scripts import check_data, doctor
 
 FLAGS = "-dataset folder -arch convnet -image_size 16 -batch_size 4 -epochs 1"
-INVERSE = {
-    2: Transpose.FLIP_LEFT_RIGHT,
-    3: Transpose.ROTATE_180,
-    4: Transpose.FLIP_TOP_BOTTOM,
-    5: Transpose.TRANSPOSE,
-}
-INVERSE |= {6: Transpose.ROTATE_90, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_270}
+TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_90 TRANSVERSE ROTATE_270"
+INVERSE = {number: Transpose[name] for number, name in enumerate(TURNS.split(), 2)}  # by EXIF's orientation
 
 
 def dataset(data, *flags):
@@ -36,10 +32,9 @@ def dataset(data, *flags):
 
 
 def refusal(data, *flags) -> str:
-    with pytest.raises(UsageError) as caught:
-        dataset(data, *flags)
-    assert "\n" not in str(caught.value) and str(caught.value).isprintable()
-    return str(caught.value)
+    message = usage_error(dataset, data, *flags)
+    assert message.isprintable()
+    return message
 
 
 def scene(width=40, height=30) -> Image.Image:
@@ -290,15 +285,19 @@ def damaged(tmp_path):
 def test_check_data_and_the_doctor_list_every_file_that_cannot_be_read(damaged, capsys):
     data, files = damaged
     (data / "train" / "ant" / "x.heic").touch()
+    odd = [data / "val" / "bee" / "\x1b[31mx.jpg", data / "val" / "bee" / "y.jpg"]
+    odd[0].symlink_to("nothing")
+    os.mkfifo(odd[1])
     args = config.parse_args([*FLAGS.split(), "-data", str(data), "-cpu", "1"])
     assert check_data.check(args) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(f"{file}: not a readable image (") for line, file in zip(lines, files))
-    assert len(lines) == 4 and lines[3].startswith("-check_data: 3 of 8 samples cannot be read")
+    *lines, last = capsys.readouterr().out.splitlines()
+    shown = [str(file).replace("\x1b", "\\x1b") for file in (*files[:2], odd[0], files[2], odd[1])]
+    assert all(line.startswith(f"{file}: not a readable image (") for line, file in zip(lines, shown, strict=True))
+    assert last.startswith("-check_data: 5 of 10 samples cannot be read")
     found = list(doctor.guarded(doctor.data, args))
-    assert sorted(level for level, _ in found) == ["bad", "bad", "bad", "note", "ok", "ok"]
+    assert sorted(level for level, _ in found) == [*["bad"] * 5, "note", "ok", "ok"]
     assert any(level == "note" and "1 .heic" in text for level, text in found)
-    for file in files:
+    for file in (*files, *odd):
         file.unlink()
     assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(data)])) == 0
 
@@ -318,13 +317,3 @@ def test_skipped_files_are_kept_with_the_run_and_all_starts_and_ranks_agree(dama
     run(tmp_path / "out", f"{flags.replace('-skip_bad_files ', '')} -cpu 1", wanted=2)
     run(tmp_path / "out", f"{flags} -cpu 1 -reset")
     assert skipped() == names[1:]
-
-
-def test_links_to_nothing_and_pipes_are_bad_files(tmp_path, capsys):
-    tiny_data.make_folder(tmp_path)
-    (tmp_path / "train" / "ant" / "\x1b[31mx.jpg").symlink_to("nothing")
-    os.mkfifo(tmp_path / "train" / "ant" / "y.jpg")
-    assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(tmp_path)])) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "\\x1b[31mx.jpg: not a readable image" in lines[0] and "y.jpg: not a readable image" in lines[1]
-    assert lines[-1].startswith("-check_data: 2 of ")

@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 import tiny_data
+from command_line import usage_error
 
 from lib import config
 from lib.dataset import tokens
-from lib.utils.errors import UsageError
 
 
 @pytest.fixture
@@ -23,10 +23,7 @@ def splits_of(data, *flags):
 
 
 def refusal(data, *flags) -> str:
-    with pytest.raises(UsageError) as refused:
-        splits_of(data, *flags)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    return usage_error(splits_of, data, *flags)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -74,9 +74,8 @@ def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step
     with subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = f"{address_in(server.stdout.readline())}data/plugin/scalars/"
-            until(
-                lambda: json.loads(fetch(address, "tags")).get("killed", {}).keys() == figures.keys()
-            )  # all is read
+            tags = lambda: json.loads(fetch(address, "tags")).get("killed", {}).keys()  # noqa: E731
+            until(lambda: tags() == figures.keys())  # all is read
             assert figures.keys() > {"train/loss", "val/accuracy", "test/loss", "perf/memory"}
             for tag, points in figures.items():
                 query = urllib.parse.urlencode({"run": "killed", "tag": tag})

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT
+from processes import ROOT, fake_program
 
 PYTHON = f"""
 echo "python $*" >> calls
@@ -36,11 +36,6 @@ def project(tmp_path):
     for name in ("scripts/set_up.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
-
-
-def fake_program(folder: Path, name: str, text: str):
-    (folder / "bin" / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
-    (folder / "bin" / name).chmod(0o755)
 
 
 def set_up(folder: Path, code: int = 0, **variables) -> tuple[list[str], list[str]]:

@@ -47,11 +47,6 @@ def run_sweep(out, flags, expected_code=0) -> str:
     return output
 
 
-def wait_until_trained(out, name, epochs):
-    """Wait until a trial has logged this number of epochs."""
-    until(lambda: sum("val/loss" in line for line in reading.lines(out / name)) >= epochs, what=f"{name} in {out}")
-
-
 def plan_of(flags) -> sweep.Plan:
     return sweep.parse(flags.split())[0]
 
@@ -89,7 +84,7 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uni
 def test_a_sweep_that_was_stopped_and_then_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
     output = tmp_path / "output"
     with running_sweep(tmp_path, f"{LONG} {GRID}") as process:
-        wait_until_trained(tmp_path, TRIALS[0], 2)
+        until(lambda: sum("val/loss" in line for line in reading.lines(tmp_path / TRIALS[0])) >= 2)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 75, output.read_text()
     assert f"{TRIALS[0]}: stopped in" in output.read_text()
@@ -103,9 +98,7 @@ def test_a_sweep_that_was_stopped_and_then_killed_resumes_with_the_same_bits(uni
         process.send_signal(signal.SIGKILL)
         process.wait()
         done = {name for name in TRIALS if (tmp_path / name / "final").exists()}
-        with running_sweep(
-            tmp_path, f"{LONG} {GRID} -jobs 2"
-        ) as again:  # trials of the killed one may still be saving
+        with running_sweep(tmp_path, f"{LONG} {GRID} -jobs 2") as again:  # the killed one's trials may still save
             written = {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
             assert again.wait(240) == 0, output.read_text()
     assert 0 < len(done) < 4 and have_same_weights(uninterrupted, tmp_path, TRIALS)
@@ -182,8 +175,6 @@ def test_gpus_are_divided_among_the_trials_or_all_trials_get_all_of_them():
     assert plan_of("-seed 1,2 -gpus 0,1").examples[0].args.gpus == "0,1"
     assert len(plan_of("-seed 1,2 -jobs 9").slots) == 2, "no more slots than trials"
 
-
-# Optuna
 
 CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"
 

@@ -19,9 +19,6 @@ STEADY = settings(deadline=None, derandomize=True, max_examples=100)
 STOCK = "-deterministic no -weight_decay 0.1"
 
 
-# The learning rate
-
-
 def torch_rates(kind, total, warmup, start, end):
     """The same schedule by torch's own schedulers, step by step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=start)
@@ -59,9 +56,6 @@ def test_the_learning_rate_is_that_of_torch_at_any_step_in_any_order(kind, total
     for step in data.draw(st.permutations(range(total))):
         rate = scheduler.lr_at(step, kind=kind, total=total, warmup=float(warmup), start=start, end=end)
         assert rate == pytest.approx(wanted[step], rel=1e-9, abs=1e-12)
-
-
-# The optimizer
 
 
 class Mixed(nn.Module):

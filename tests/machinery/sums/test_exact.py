@@ -22,9 +22,6 @@ def _plugins():
         yield
 
 
-# The tree of sums
-
-
 def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.Tensor:
     """The sum of all leaves over `size` ranks."""
     nodes, count = {}, len(leaves)
@@ -44,9 +41,6 @@ def test_a_sum_has_the_same_bits_for_any_distribution_of_the_leaves(count, size,
     wanted = tree_sum(leaves, 1, round_robin=False)
     assert torch.equal(tree_sum(leaves, size, round_robin), wanted)
     assert torch.allclose(wanted, torch.stack(leaves).sum(0), atol=1e-4)
-
-
-# Runs
 
 
 class Sometimes(nn.Module):

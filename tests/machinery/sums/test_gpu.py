@@ -42,22 +42,10 @@ def python(*args, env=None):
 
 @pytest.mark.gpu
 def test_a_stopped_run_with_dropout_and_augmentation_resumes_with_the_same_bits_on_a_gpu(tmp_path):
-    flags = [
-        "-epochs",
-        "2",
-        "-convnet_dropout",
-        "0.3",
-        "-deterministic",
-        "-workers",
-        "1",
-        "-out",
-        str(tmp_path),
-        "-gpus",
-        "0",
-    ]
-    for name, more in (("whole", []), ("parts", ["-limit_steps", "13"]), ("parts", [])):
-        code, output = python("train.py", "-model", name, *flags, *more)
-        assert code == (75 if more else 0), output
+    flags = f"-epochs 2 -convnet_dropout 0.3 -deterministic -workers 1 -out {tmp_path} -gpus 0"
+    for more in ("-model whole", "-model parts -limit_steps 13", "-model parts"):
+        code, output = python("train.py", *f"{flags} {more}".split())
+        assert code == (75 if "-limit_steps" in more else 0), output
     assert distance(tmp_path / "whole", tmp_path / "parts") == 0
 
 
@@ -65,25 +53,15 @@ def test_a_stopped_run_with_dropout_and_augmentation_resumes_with_the_same_bits_
 @pytest.mark.parametrize("flags", ["-clip_grad 0.1", "-bf16", "-parallel fsdp", f"-parallel fsdp -bf16 {GPT}"])
 def test_one_and_two_processes_on_gpus_end_at_the_same_bits(flags, tmp_path):
     """On one GPU, too: NCCL takes two processes on it if their names of the host differ."""
-    flags = [
-        "train.py",
-        *flags.split(),
-        "-epochs",
-        "2",
-        "-micro_batch",
-        "16",
-        "-deterministic",
-        "-out",
-        str(tmp_path),
-    ]
-    code, output = python(*flags, "-model", "one", "-gpus", "0")
+    command = f"train.py {flags} -epochs 2 -micro_batch 16 -deterministic -out {tmp_path} -model".split()
+    code, output = python(*command, "one", "-gpus", "0")
     assert code == 0, output
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
     place |= {"LOCAL_WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [{**os.environ, **place, "RANK": n, "LOCAL_RANK": n, "NCCL_HOSTID": f"host{n}"} for n in "01"]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        done = [*pool.map(lambda env: python(*flags, "-model", "two", env=env), ranks)]
+        done = [*pool.map(lambda env: python(*command, "two", env=env), ranks)]
     assert [code for code, _ in done] == [0, 0], done
     assert distance(tmp_path / "one", tmp_path / "two") == 0
 

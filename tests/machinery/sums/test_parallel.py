@@ -28,11 +28,8 @@ RECOMPUTE = types.SimpleNamespace(recompute=True, compile=None, parallel="ddp", 
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
-    made = {
-        "blocks_net": lambda args: BlocksNet(),
-        "float32_net": float32_net,
-        "still_net": lambda args: BlocksNet(dropout=0.0),
-    }
+    made = {"blocks_net": lambda args: BlocksNet(), "still_net": lambda args: BlocksNet(dropout=0.0)}
+    made["float32_net"] = float32_net
     with plugins(arch={**made, "norm_net": norm_net}, dataset={"few": few}):
         yield
 
@@ -54,12 +51,11 @@ def test_a_stock_fsdp_run_ends_with_the_weights_of_ddp_up_to_rounding(tmp_path):
 def test_half_precision_has_the_same_bits_under_ddp_and_fsdp_on_any_number_of_processes(flags, tmp_path):
     """The scaler skips the same steps, blocks get inputs of the same type, and RMSNorm weights that nobody rounds."""
     for half in ("-bf16", "-fp16"):
-        ddp, *sharded = (
-            weights(
-                run(tmp_path, f"{flags} {half} -deterministic -parallel {kind} -model {half[1:]}{kind[0]}{kind[-1]}")
-            )
+        made = [
+            run(tmp_path, f"{flags} {half} -deterministic -parallel {kind} -model {half[1:]}{kind[0]}{kind[-1]}")
             for kind in ("ddp -cpu 2", "fsdp -cpu 2", "fsdp -cpu 1")
-        )
+        ]
+        ddp, *sharded = map(weights, made)
         assert all(same_tensors(ddp, other) for other in sharded)
 
 
@@ -95,14 +91,14 @@ def test_compile_compiles_the_loss_too_on_a_gpu(flags, compiled, monkeypatch):
 
 def float32_net(args):
     """A model whose blocks accept only 32-bit inputs, which is what autocast gives them."""
+
+    def check(block, inputs):
+        assert inputs[0].dtype is torch.float32
+
     net = BlocksNet()
     for block in net.blocks:
-        block.register_forward_pre_hook(_assert_float32)
+        block.register_forward_pre_hook(check)
     return net
-
-
-def _assert_float32(block, inputs):
-    assert inputs[0].dtype is torch.float32
 
 
 def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):

@@ -100,13 +100,7 @@ def usual_run(small_plugins, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("arch", "dataset"),
-    [
-        ("hugging", "rows"),
-        ("batch", "rows"),
-        ("nano", "few"),
-        ("norm_net", "named"),
-    ],
+    ("arch", "dataset"), [("hugging", "rows"), ("batch", "rows"), ("nano", "few"), ("norm_net", "named")]
 )
 def test_models_and_batches_of_many_forms_train_with_the_same_bits_as_the_usual_ones(
     arch, dataset, usual_run, tmp_path
@@ -179,17 +173,15 @@ def test_a_batch_may_be_any_mapping():
     assert [name for name, _ in named_tensors(deep)] == ["pair.0", "pair.1.0"]
 
 
+TWICE = "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"
+UNLABELLED = "a dict of input_values: (4, 64), and the model returns a Tensor without a loss"
+
+
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        (
-            lambda part: Tensors(*part.tensors, part.tensors[1]),
-            "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME",
-        ),
-        (
-            lambda part: Rows(part, "input_values"),
-            "a dict of input_values: (4, 64), and the model returns a Tensor without a loss",
-        ),
+        (lambda part: Tensors(*part.tensors, part.tensors[1]), TWICE),
+        (lambda part: Rows(part, "input_values"), UNLABELLED),
     ],
     ids=["one entry too many", "no labels"],
 )
@@ -197,9 +189,6 @@ def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(odd,
     with plugins(dataset={"odd": lambda args: odd(few(args)["train"])}):
         line = refused(f"{SMALL} -dataset odd -cpu 1")
     assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
-
-
-# Losses and metrics
 
 
 def criterion(flags: str):
@@ -213,10 +202,8 @@ def test_class_weights_multiply_the_loss_of_each_sample():
     assert torch.allclose(weighted(outputs, labels), (alone * torch.tensor([1, 2.5, 0])[labels]).mean())
     halves = [weighted(outputs[part], labels[part]) for part in (slice(0, 6), slice(6, 12))]
     assert torch.allclose(weighted(outputs, labels), sum(halves) / 2)
-    soft, smooth = (
-        outputs.roll(1, 0).softmax(1),
-        criterion("-num_classes 3 -class_weights 1,1,1 -label_smoothing 0.1"),
-    )
+    soft = outputs.roll(1, 0).softmax(1)
+    smooth = criterion("-num_classes 3 -class_weights 1,1,1 -label_smoothing 0.1")
     assert torch.allclose(smooth(outputs, soft), functional.cross_entropy(outputs, soft, label_smoothing=0.1))
     pixels, soft = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).softmax(1)
     assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))

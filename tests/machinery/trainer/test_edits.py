@@ -1,6 +1,7 @@
 """Edits that people make to a trainer, model or wrapper: the same bits on 1, 2 and 3 processes, or one clear line."""
 
 import copy
+import logging
 import re
 
 import numpy as np
@@ -17,7 +18,8 @@ from lib.trainer import trainer
 from lib.utils.checkpoint import state
 from lib.utils.checkpoint.state import decode
 
-FLAGS = f"{SMALL} -micro_batch 4 -log_every 1"
+FLAGS = f"{SMALL} -log_every 1"
+STOCK = f"{FLAGS} -deterministic no -cpu 2"
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
@@ -27,6 +29,36 @@ def plain(small_plugins, tmp_path_factory):
     return weights(run(tmp_path_factory.mktemp("plain"), f"{FLAGS} -cpu 1"))
 
 
+def same_bits_everywhere(out, flags):
+    """A run on one process. Others, on three and on changing numbers of processes, must end with its bits."""
+    alone = run(out, f"{flags} -cpu 1 -model alone")
+    assert bits(run(out, f"{flags} -cpu 3 -model three")) == bits(alone)
+    for limit, processes in ((3, 2), (6, 3)):
+        run(out, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
+    assert bits(run(out, f"{flags} -cpu 1 -model moved")) == bits(alone)
+    return alone
+
+
+def close(one, other) -> bool:
+    pairs = zip(weights(one).values(), weights(other).values(), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+def plain_net(args=None):
+    """A network without BatchNorm, whose statistics would be rank 0's under DDP."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 4))
+
+
+def frozen_net(args):
+    model = plain_net()
+    model[1].requires_grad_(False)
+    return model
+
+
+def parallel_free(model):
+    return getattr(model, "module", model)
+
+
 class GradientNoise(trainer.Trainer):
     """Adds noise to the gradients before they are clipped."""
 
@@ -34,21 +66,6 @@ class GradientNoise(trainer.Trainer):
         for parameter in self.model.parameters():
             parameter.grad += 0.01 * torch.randn_like(parameter)
         return super().optimizer_step()
-
-
-class Thaws(trainer.Trainer):
-    """Trains the head alone at first, and the rest from the second epoch on, as a group of its own."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.model[1].requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(self.model[5].parameters(), lr=1e-2)
-
-    def train_epoch(self):
-        if self.state.epoch >= 1 and len(self.optimizer.param_groups) == 1:
-            self.model[1].requires_grad_(True)
-            self.optimizer.add_param_group({"params": self.model[1].parameters(), "lr_scale": 0.1})
-        return super().train_epoch()
 
 
 class EvaluatesInBetween(trainer.Trainer):
@@ -86,14 +103,6 @@ class OwnSchedule(trainer.Trainer):
 
     def set_learning_rate(self):
         pass
-
-
-class FrozenNorm(trainer.Trainer):
-    """Keeps BatchNorm in evaluation mode."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.model[2].eval()
 
 
 class Plateau(trainer.Trainer):
@@ -139,35 +148,60 @@ class Distils(trainer.Trainer):
         return self.loss(outputs, batch[1]) + (outputs - wanted).square().mean()
 
 
-EDITS = {
-    "step": OwnStep,
-    "halves": HalvesRate,
-    "noise": GradientNoise,
-    "thaws": Thaws,
-    "between": EvaluatesInBetween,
-    "plateau": Plateau,
-    "own": OwnSchedule,
-    "frozen": FrozenNorm,
-    "distils": Distils,
-}
+def with_change(change):
+    """A trainer whose `__init__` makes this change to it at its end."""
+
+    class Changed(trainer.Trainer):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            change(self)
+
+    return Changed
+
+
+FROZEN_NORM = with_change(lambda self: self.model[2].eval())
+EDITS = (OwnStep, HalvesRate, GradientNoise, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, plain, tmp_path):
-    with plugins(trainer={edit: EDITS[edit]}):
-        flags = f"{FLAGS} -trainer {edit} -train_metrics"
-        alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
-        assert same_tensors(weights(alone), plain) == (edit == "between"), "all others have an effect"
-        last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
-        assert edit != "step" or last == pytest.approx(1e-6), "it follows the schedule"
-        sure = {name: one for line in lines(alone) for name, one in line.items() if name.endswith("/sure")}
-        if edit == "between":
-            assert {"train/sure", "val/sure", "test/sure"} <= sure.keys() and min(sure.values()) > 0.25
-            assert max(sure.values()) < 1, "a mean over the samples"
-        assert bits(run(tmp_path, f"{flags} -cpu 3 -model three")) == bits(alone)
-        for limit, processes in ((3, 2), (6, 3)):
-            run(tmp_path, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
-        assert bits(run(tmp_path, f"{flags} -cpu 1 -model moved")) == bits(alone)
+    with plugins(trainer={"edit": edit}):
+        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer edit -train_metrics")
+    assert same_tensors(weights(alone), plain) == (edit is EvaluatesInBetween), "all others have an effect"
+    last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
+    assert edit is not OwnStep or last == pytest.approx(1e-6), "it follows the schedule"
+    sure = {name: one for line in lines(alone) for name, one in line.items() if name.endswith("/sure")}
+    if edit is EvaluatesInBetween:
+        assert {"train/sure", "val/sure", "test/sure"} <= sure.keys() and min(sure.values()) > 0.25
+        assert max(sure.values()) < 1, "a mean over the samples"
+
+
+class OwnRates(trainer.Trainer):
+    """Has an optimizer with a rate of its own, a group with another one, and groups that come later with a layer
+    that was frozen."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.model[1].requires_grad_(False)
+        groups = [{"params": self.model[5].weight}, {"params": self.model[2].weight, "lr": 0.02}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.2)
+
+    def train_epoch(self):
+        if self.state.epoch >= 1 and len(self.optimizer.param_groups) == 2:
+            self.model[1].requires_grad_(True)
+            self.optimizer.add_param_group({"params": self.model[1].weight, "lr": 0.05})
+            self.optimizer.add_param_group({"params": self.model[5].bias})
+            self.optimizer.add_param_group({"params": self.model[2].bias, "lr_scale": 0.1})
+        return super().train_epoch()
+
+
+def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
+    with plugins(trainer={"own": OwnRates}):
+        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0 -save_every 1steps")
+    manifest = state.read_manifest(alone / "checkpoints" / names(alone)[0])
+    groups = decode(manifest["states"]["optim"][1], {})
+    assert [group["lr_scale"] for group in groups] == pytest.approx([2.0, 0.2, 0.5, 2.0, 0.1])
+    assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 
 
 class Scaled(nn.Module):
@@ -183,9 +217,7 @@ class Scaled(nn.Module):
 
 def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(loss, "get_loss", lambda args: Scaled())
-    alone = run(tmp_path, f"{FLAGS} -cpu 1 -model alone")
-    run(tmp_path, f"{FLAGS} -cpu 3 -model moved -limit_steps 5", wanted=75)
-    assert bits(run(tmp_path, f"{FLAGS} -cpu 2 -model moved")) == bits(alone)
+    alone = same_bits_everywhere(tmp_path, FLAGS)
     saved = tensors(alone / "checkpoints" / names(alone)[0])
     assert not torch.equal(saved["trainer.loss.scale"], torch.ones(4))
     assert saved["optim.trainer.loss.scale.exp_avg"].abs().sum() > 0
@@ -200,21 +232,6 @@ def test_class_weights_may_change_at_a_resume(tmp_path):
     run(tmp_path, f"{flags} 1,1,1,1 -model moved -limit_steps 5", wanted=75)
     folder = run(tmp_path, f"{flags} 1,2,3,4 -allow_change class_weights -model moved")
     assert "trainer.loss.weight" not in tensors(folder / "checkpoints" / names(folder)[0])
-
-
-class OwnBackward(trainer.Trainer):
-    """Calls backward for a part of its loss."""
-
-    def training_step(self, batch):
-        outputs = self.model(batch[0])
-        outputs.square().mean().backward(retain_graph=True)
-        return self.loss(outputs, batch[1])
-
-
-class OwnZero(trainer.Trainer):
-    def training_step(self, batch):
-        self.optimizer.zero_grad()
-        return super().training_step(batch)
 
 
 class Forgotten(trainer.Trainer):
@@ -253,20 +270,13 @@ class ThawsAlone(trainer.Trainer):
 
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
-def test_a_backward_in_training_step_is_refused_and_an_untrained_layer_is_named(engine, tmp_path, refused, caplog):
-    edits = {"back": OwnBackward, "forgotten": Forgotten, "alone": ThawsAlone, "bare": Bare, "zero": OwnZero}
+def test_a_parameter_with_a_gradient_that_no_optimizer_trains_is_named(engine, tmp_path, caplog):
+    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": Bare}
     with plugins(trainer=edits, arch={"plain": plain_net}):
-        line = refused(f"{FLAGS} -arch plain -trainer back -cpu 2 {engine}")
-        assert "training_step calls backward by itself" in line
-        if engine:  # the exact engine keeps the gradients elsewhere
-            zero = f"{FLAGS} -arch plain -trainer zero -cpu 2 -micro_batch 4 {engine} -model zero"
-            assert "training_step calls zero_grad by itself" in refused(zero)
-        run(tmp_path, f"{FLAGS} -arch plain -trainer forgotten -cpu 1 -model forgotten {engine}")
-        run(tmp_path, f"{FLAGS} -arch plain -trainer alone -cpu 1 -model alone {engine}")
-        run(tmp_path, f"{FLAGS} -arch plain -trainer bare -cpu 1 -model bare {engine}")
-    assert "no optimizer trains trainer.log_scale (1 in all), which has a gradient" in caplog.text
-    assert "no optimizer trains 1.weight (2 in all), which has a gradient" in caplog.text
-    assert "no optimizer trains trainer.layer.weight (2 in all), which has a gradient" in caplog.text
+        for name in edits:
+            run(tmp_path, f"{FLAGS} -arch plain -trainer {name} -cpu 1 -model {name} {engine}")
+    for named in ("trainer.log_scale (1 in all)", "1.weight (2 in all)", "trainer.layer.weight (2 in all)"):
+        assert f"no optimizer trains {named}, which has a gradient" in caplog.text
 
 
 class OddBuffer(nn.Module):
@@ -307,9 +317,20 @@ def test_a_buffer_that_takes_another_shape_or_type_in_a_pass_is_refused_before_a
     assert "model.mask was" in said and "and is ['F32', [4]]: no start could continue" in said
 
 
-def test_max_norm_is_refused_under_fsdp(refused):
-    with plugins(arch={"bounded": lambda args: nn.Sequential(nn.Flatten(), nn.Embedding(4, 4, max_norm=1.0))}):
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.idle = plain_net(), nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+def test_a_model_that_ddp_or_fsdp_cannot_train_is_one_line(refused):
+    bounded = nn.Sequential(nn.Flatten(), nn.Embedding(4, 4, max_norm=1.0))
+    with plugins(arch={"bounded": lambda args: bounded, "unused": lambda args: Unused()}):
         assert "max_norm of 1 changes weights" in refused(f"{FLAGS} -arch bounded -cpu 2 -parallel fsdp")
+        assert "the parameter idle.weight (2 in all): add -find_unused" in refused(f"{STOCK} -arch unused")
 
 
 class Counts(nn.Module):
@@ -373,8 +394,25 @@ class Average:
                 mine.lerp_(new, 0.5)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Goes back half of the way of another optimizer's steps, whose memory torch's state_dict does not have."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.calls = inner, 0
+        self.slow = [one.detach().clone() for group in self.param_groups for one in group["params"]]
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.calls += 1
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        for slow, fast in zip(self.slow, parameters, strict=True):
+            fast.data = slow.lerp_(fast.data, 0.5).clone()
+
+
 class Keeps(trainer.Trainer):
-    """Keeps values of many kinds. Those of `steady`, and modes that each step sets, are as they were."""
+    """Keeps values of many kinds, in its optimizer and schedule, too. Those of `steady`, and modes that each step
+    sets, are as they were."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -382,6 +420,7 @@ class Keeps(trainer.Trainer):
         self.draws, self.arrays = torch.Generator().manual_seed(1), {"mean": np.zeros(3)}
         self.batches_of = (number for number in range(10**6))
         self.teacher, self.head, self.average = copy.deepcopy(self.model), self.model[-1], Average(self.model)
+        self.optimizer = Lookahead(self.optimizer)
         self.steady = {"scale": torch.ones(2), "names": ["a", "b"], "function": torch.relu, "lambda": lambda: 1}
 
     def training_step(self, batch):
@@ -397,12 +436,16 @@ class Keeps(trainer.Trainer):
             self.model[2].eval()
         return loss
 
+    def on_evaluation(self, split, figures):
+        self.schedule["start"] *= 0.5
+
 
 def test_what_a_trainer_changes_outside_of_checkpoints_is_named_once(tmp_path):
     with plugins(trainer={"keeps": Keeps}):
         text = log_of(run(tmp_path, f"{FLAGS} -trainer keeps -cpu 2"))
-    changed = ["running", "history", "phase", "draws", "arrays", "batches_of", "average"]
-    assert changes(text) == sorted([*(f"trainer.{name}" for name in changed), "model.2.training"])
+    changed = ["running", "history", "phase", "draws", "arrays", "batches_of", "average", "schedule"]
+    others = ["model.2.training", "optim.calls", "optim.inner", "optim.slow"]
+    assert changes(text) == sorted([*(f"trainer.{name}" for name in changed), *others])
 
 
 class Momentum(Distils):
@@ -421,36 +464,6 @@ def test_a_parameter_that_passes_change_is_named(more, tmp_path):
         said = [log_of(run(tmp_path, flags)) for flags in runs]
     assert len(re.findall(r"training_step changes trainer.teacher.1.weight, .* \(5\)", said[0])) == 1
     assert "training_step changes" not in said[1]
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Goes back half of the way of another optimizer's steps, whose memory torch's state_dict does not have."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner, self.calls = inner, 0
-        self.slow = [one.detach().clone() for group in self.param_groups for one in group["params"]]
-
-    def step(self, closure=None):
-        self.inner.step()
-        self.calls += 1
-        parameters = [one for group in self.param_groups for one in group["params"]]
-        for slow, fast in zip(self.slow, parameters, strict=True):
-            fast.data = slow.lerp_(fast.data, 0.5).clone()
-
-
-class LooksAhead(trainer.Trainer):
-    """Takes an optimizer that wraps the usual one."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.optimizer = Lookahead(self.optimizer)
-
-
-def test_an_optimizer_that_wraps_another_is_named(tmp_path):
-    with plugins(trainer={"ahead": LooksAhead}):
-        text = log_of(run(tmp_path, f"{FLAGS} -trainer ahead -cpu 2"))
-    assert changes(text) == ["optim.calls", "optim.inner", "optim.slow"]
 
 
 class OwnMean(trainer.Trainer):
@@ -480,15 +493,40 @@ class Calibrates(trainer.Trainer):
         return super().finish(figures)
 
 
-@pytest.mark.parametrize(("edit", "name"), [(OwnMean, "self"), (Calibrates, "model.5.bias")])
-def test_what_differs_between_the_ranks_is_an_error(edit, name, tmp_path, capfd):
+class Parts(trainer.Trainer):
+    """Draws from the rank's own generator, so that the ranks part."""
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        if self.state.step == 5:
+            with torch.no_grad():
+                next(iter(self.model.parameters())).add_(self.world.rank)
+        return norm
+
+
+PARTED = "model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all were the same"
+
+
+@pytest.mark.parametrize(
+    ("edit", "more", "message"),
+    [
+        (OwnMean, "-cpu 2", "self differ"),
+        (Calibrates, "-cpu 2", "model.5.bias differ"),
+        (Parts, "-cpu 3", PARTED),
+        (Parts, "-cpu 3 -deterministic no", PARTED),
+    ],
+)
+def test_what_differs_between_the_ranks_is_an_error_that_names_tensor_ranks_and_step(
+    edit, more, message, tmp_path, capfd
+):
     with plugins(trainer={"edit": edit}):
-        run(tmp_path, f"{FLAGS} -trainer edit -cpu 2", wanted=1)
-    assert f"the copies of {name} differ" in capfd.readouterr().err
+        folder = run(tmp_path, f"{FLAGS} -trainer edit {more}", wanted=1)
+    for said in (outcome(folder)["reason"], capfd.readouterr().err):
+        assert re.search(f"the copies of {message}", said, re.S)
 
 
 class Restarts(trainer.Trainer):
-    """Draws a new head after an epoch without a validation, has a module in DDP, and halves the peak rate."""
+    """Draws a new head after an epoch without a validation, and has a module in DDP."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -505,27 +543,29 @@ class Restarts(trainer.Trainer):
             self.model[5].reset_parameters()
 
 
-class HalvesPeak(trainer.Trainer):
-    def on_evaluation(self, split, figures):
-        self.schedule["start"] *= 0.5
-
-
-def test_what_an_epochs_end_draws_and_an_inner_ddp_have_the_same_bits_and_a_changed_schedule_is_named(tmp_path):
+def test_what_an_epochs_end_draws_and_an_inner_ddp_have_the_same_bits(tmp_path):
     flags = f"{FLAGS} -eval_every 3epochs -trainer restarts"
-    with plugins(trainer={"restarts": Restarts, "halves": HalvesPeak}):
+    with plugins(trainer={"restarts": Restarts}):
         one, three = (weights(run(tmp_path, f"{flags} -cpu {cpu} -model of{cpu}")) for cpu in (1, 3))
         run(tmp_path, f"{flags} -cpu 1 -model moved -limit_steps 4", wanted=75)
-        moved = weights(run(tmp_path, f"{flags} -cpu 1 -model moved"))
-        halves = log_of(run(tmp_path, f"{FLAGS} -trainer halves -cpu 1 -model halves"))
-    assert same_tensors(one, moved) and same_tensors(one, three) and changes(halves) == ["trainer.schedule"]
+        assert same_tensors(one, weights(run(tmp_path, f"{flags} -cpu 1 -model moved"))) and same_tensors(one, three)
 
 
-class TwoOfOne(trainer.Trainer):
-    """Has two optimizers of the same parameters, and says nothing of when each takes a step."""
+class OwnBackward(trainer.Trainer):
+    """Calls backward for a part of its loss."""
 
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.later = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    def training_step(self, batch):
+        outputs = self.model(batch[0])
+        outputs.square().mean().backward(retain_graph=True)
+        return self.loss(outputs, batch[1])
+
+
+class OwnZero(trainer.Trainer):
+    """Removes gradients that the exact engine keeps elsewhere."""
+
+    def training_step(self, batch):
+        self.optimizer.zero_grad()
+        return super().training_step(batch)
 
 
 class LateTeacher(trainer.Trainer):
@@ -535,41 +575,6 @@ class LateTeacher(trainer.Trainer):
         if self.state.epoch == 1 and not hasattr(self, "teacher"):
             self.teacher = copy.deepcopy(self.model)
         return super().train_epoch()
-
-
-def test_two_optimizers_of_one_parameter_and_a_late_module_are_refused(refused):
-    with plugins(trainer={"two": TwoOfOne, "late": LateTeacher}):
-        assert "two optimizers train the same parameter" in refused(f"{FLAGS} -trainer two -cpu 2")
-        assert "trainer.teacher was made or replaced after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
-
-
-class FreezesAfter(trainer.Trainer):
-    """Freezes a layer after DDP was built."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        parallel_free(self.model)[1].requires_grad_(False)
-
-
-class SometimesUnused(nn.Module):
-    """Uses a layer in the passes of some micro-batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.extra = plain_net(), nn.Linear(64, 4)
-
-    def forward(self, inputs):
-        outputs = self.net(inputs)
-        return outputs + self.extra(inputs.flatten(1)) if inputs.flatten()[0] > 0 else outputs
-
-
-def test_stock_ddp_names_what_its_last_pass_does_not_reach(refused, tmp_path):
-    with plugins(
-        trainer={"freezes": FreezesAfter}, arch={"plain": plain_net, "some": lambda args: SometimesUnused()}
-    ):
-        assert "no backward pass reached the parameter 1.weight" in refused(f"{STOCK} -arch plain -trainer freezes")
-        both = run(tmp_path, f"{STOCK} -arch some -find_unused -model both")
-        assert close(both, run(tmp_path, f"{STOCK} -cpu 1 -arch some -model alone"))
 
 
 class NoNorm(trainer.Trainer):
@@ -582,21 +587,41 @@ class Renames(trainer.Trainer):
         self.log_scalar("lr", 3.0)
 
 
-def test_an_optimizer_step_that_returns_no_norm_and_a_scalar_of_a_name_that_is_taken_are_one_line(refused):
-    with plugins(trainer={"slip": NoNorm, "renames": Renames}):
-        said = refused(f"{FLAGS} -trainer slip -cpu 1")
-        assert "log_scalar('lr'): the run itself logs train/lr" in refused(f"{FLAGS} -trainer renames -cpu 1")
-    assert "optimizer_step returns None: it must return the norm" in said
+class PartCall(trainer.Trainer):
+    def training_step(self, batch):
+        model = parallel_free(self.model)
+        return self.loss(model[3](model[:3](batch[0])), batch[1])
+
+
+SECOND_OPTIMIZER = with_change(lambda self: setattr(self, "later", torch.optim.SGD(self.model.parameters(), lr=0.1)))
+FROZEN_IN_DDP = with_change(lambda self: parallel_free(self.model)[1].requires_grad_(False))
+STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
+OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
+ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
+REFUSED = [  # flags and what is said
+    (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
+    (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
+    (OwnZero, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
+    (SECOND_OPTIMIZER, "-cpu 2", "two optimizers train the same parameter"),
+    (STRAY, "-cpu 1", OF_NOBODY),
+    (ODD_GROUP, "-cpu 1", "optim.groups.0.odd is a object"),  # no file can hold it
+    (LateTeacher, "-cpu 1", "trainer.teacher was made or replaced after the start"),
+    (NoNorm, "-cpu 1", "optimizer_step returns None: it must return the norm"),
+    (Renames, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
+    (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
+    (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
+]
+
+
+@pytest.mark.parametrize(("edit", "more", "message"), REFUSED)
+def test_what_a_trainer_must_not_do_is_refused_in_one_line(edit, more, message, refused):
+    with plugins(trainer={"slip": edit}, arch={"plain": plain_net}):
+        assert message in refused(f"{FLAGS} -arch plain -trainer slip {more}")
 
 
 @pytest.mark.parametrize("name", ["metrics", "predictions", "config", "engine", "saved"])
 def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused):
-    class Replaces(trainer.Trainer):
-        def __init__(self, *parts):
-            super().__init__(*parts)
-            setattr(self, name, {"seen": 0})
-
-    with plugins(trainer={"replaces": Replaces}):
+    with plugins(trainer={"replaces": with_change(lambda self: setattr(self, name, {"seen": 0}))}):
         assert f"self.{name} is a dict: the trainer needs" in refused(f"{FLAGS} -trainer replaces -cpu 1")
 
 
@@ -620,31 +645,13 @@ def test_a_buffer_that_evaluations_change_is_rank_0s(engine, tmp_path):
     assert tensors(folder / "checkpoints" / names(folder)[0])["trainer.seen.last"] != 0
 
 
-class OwnRates(trainer.Trainer):
-    """Has an optimizer with a rate of its own, a group with another one, and groups that come later."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        groups = [{"params": self.model[1].parameters()}, {"params": self.model[2].parameters(), "lr": 0.02}]
-        self.optimizer = torch.optim.SGD(groups, lr=0.2)
-
-    def train_epoch(self):
-        if self.state.epoch == 1 and len(self.optimizer.param_groups) == 2:
-            self.optimizer.add_param_group({"params": self.model[5].weight, "lr": 0.05})
-            self.optimizer.add_param_group({"params": self.model[5].bias})
-        return super().train_epoch()
-
-
-def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
-    flags = f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0 -save_every 1steps -keep_last 99"
-    with plugins(trainer={"own": OwnRates}):
-        alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
-        run(tmp_path, f"{flags} -cpu 3 -model moved -limit_steps 6", wanted=75)
-        assert bits(run(tmp_path, f"{flags} -cpu 2 -model moved")) == bits(alone)
-    manifest = state.read_manifest(alone / "checkpoints" / names(alone)[0])
-    groups = decode(manifest["states"]["optim"][1], {})
-    assert [group["lr_scale"] for group in groups] == pytest.approx([2.0, 0.2, 0.5, 2.0])
-    assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
+def test_random_numbers_in_a_trainers_init_are_the_same_on_all_ranks_and_at_every_start(tmp_path):
+    draws = with_change(lambda self: logging.getLogger("lib.trainer").info("drawn %r", torch.rand(()).item()))
+    with plugins(trainer={"draws": draws}):
+        folder = run(tmp_path, f"{FLAGS} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
+        run(tmp_path, f"{FLAGS} -trainer draws -cpu 1")
+    drawn = [re.findall(r"drawn (.+)", log_of(folder, rank)) for rank in (0, 1)]
+    assert [len(numbers) for numbers in drawn] == [2, 1] and len({*drawn[0], *drawn[1]}) == 1
 
 
 class NoOverride(trainer.Trainer):
@@ -702,26 +709,6 @@ def test_a_model_that_get_model_compiles_has_its_own_names_and_signature(tmp_pat
             assert weights(both[0]).keys() == weights(both[1]).keys() and close(*both)
 
 
-class Parts(trainer.Trainer):
-    """Draws from the rank's own generator, so that the ranks part."""
-
-    def optimizer_step(self):
-        norm = super().optimizer_step()
-        if self.state.step == 5:
-            with torch.no_grad():
-                next(iter(self.model.parameters())).add_(self.world.rank)
-        return norm
-
-
-@pytest.mark.parametrize("engine", ["", "-deterministic no"])
-def test_replicas_that_part_are_an_error_that_names_tensor_ranks_and_step(engine, tmp_path, capfd):
-    with plugins(trainer={"parts": Parts}):
-        folder = run(tmp_path, f"{FLAGS} -trainer parts -cpu 3 {engine}", wanted=1)
-    reason = outcome(folder)["reason"]
-    assert "the copies of model.1.weight differ: rank 1, 2 and rank 0" in reason
-    assert "at step 8; at step 4 all were the same" in reason
-
-
 class Experts(nn.Module):
     """Gives a micro-batch to one of two experts, which its own data choose."""
 
@@ -746,24 +733,12 @@ class LayerDrop(Experts):
 @pytest.mark.parametrize("model", [Experts, LayerDrop])
 def test_blocks_that_a_micro_batch_skips_are_right_under_ddp_and_one_line_under_fsdp(model, tmp_path, refused):
     with plugins(arch={"skips": lambda args: model()}):
-        alone = run(tmp_path, f"{FLAGS} -arch skips -cpu 1 -model alone")
-        assert bits(run(tmp_path, f"{FLAGS} -arch skips -cpu 3 -model three")) == bits(alone)
+        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -arch skips")
+        if model is Experts:  # the other one draws
+            assert close(run(tmp_path, f"{STOCK} -arch skips -find_unused -model stock"), alone)
         for more in ("", "-deterministic no"):
             said = refused(f"{FLAGS} -arch skips -cpu 2 -parallel fsdp -model sharded {more}")
             assert "a micro-batch skips a block that another one calls (experts." in said
-
-
-# Stock DDP on the CPU: what it does not notice by itself
-
-
-class PartCall(trainer.Trainer):
-    def training_step(self, batch):
-        model = parallel_free(self.model)
-        return self.loss(model[5](model[:5](batch[0])), batch[1])
-
-
-def parallel_free(model):
-    return getattr(model, "module", model)
 
 
 class SecondModule(Forgotten):
@@ -785,41 +760,6 @@ class ThawsUnderDDP(trainer.Trainer):
     def train_epoch(self):
         self.layer.requires_grad_(True)
         return super().train_epoch()
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.idle = plain_net(), nn.Linear(2, 2)
-
-    def forward(self, inputs):
-        return self.net(inputs)
-
-
-def plain_net(args=None):
-    """A network without BatchNorm, whose statistics would be rank 0's under DDP."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 4))
-
-
-def frozen_net(args):
-    model = plain_net()
-    model[1].requires_grad_(False)
-    return model
-
-
-STOCK = f"{FLAGS} -deterministic no -cpu 2"
-
-
-def test_a_part_call_and_an_unused_parameter_under_ddp_are_one_line(refused):
-    with plugins(trainer={"part": PartCall}, arch={"unused": lambda args: Unused()}):
-        assert "call the whole model, or take -deterministic" in refused(f"{STOCK} -trainer part -model part")
-        said = refused(f"{STOCK} -arch unused -model idle")
-    assert "the parameter idle.weight (2 in all): add -find_unused" in said
-
-
-def close(one, other) -> bool:
-    pairs = zip(weights(one).values(), weights(other).values(), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
 @pytest.mark.parametrize("edit", [SecondModule, ThawsUnderDDP, Distils, DistilsWhole])

@@ -1,4 +1,4 @@
-"""A run of N steps, validations and saves at any interval, and several validation sets."""
+"""A run of N steps, validations and saves at any interval, early stopping, and several validation sets."""
 
 import json
 import math
@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import saves
-from runs import few, lines, outcome, plugins, run
+import torch
+from runs import distance, few, lines, outcome, plugins, run, same_tensors, weights
+from safetensors.torch import load_file
 from saves import SMALL, bits
 
 from lib import config
@@ -17,6 +19,7 @@ from lib.utils.monitoring import metrics
 
 # 4 steps an epoch: the run ends in the third epoch, after validations at steps 3, 6, 9 and 10.
 STEPS = f"{SMALL.replace('-epochs 3', '-steps 10')} -eval_every 3steps"
+LONG = SMALL.replace("-epochs 3", "-epochs 12 -log_every 1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,14 +57,10 @@ def test_a_run_of_n_steps_ends_there_and_its_schedule_with_it(undisturbed):
 
 
 @pytest.mark.parametrize(("stop", "cpu"), [(3, 2), (5, 3), (6, 1), (10, 2)])
-def test_a_run_that_stops_anywhere_goes_on_with_the_same_bits_and_the_same_log(
-    stop, cpu, undisturbed, tmp_path, monkeypatch
-):
+def test_a_run_that_stops_anywhere_goes_on_with_the_same_bits_and_the_same_log(stop, cpu, undisturbed, tmp_path):
     """At the steps 3, 6 and 10 the stop comes before the validation, which is left to the next start."""
-    with monkeypatch.context() as patch:
-        saves.stop_at(patch, stop)
-        folder = run(tmp_path, f"{STEPS} -cpu 2 -save_every 2steps", wanted=75)
-        assert sum("val/loss" in line for line in lines(folder)) == (stop - 1) // 3
+    folder = saves.run_until(tmp_path, f"{STEPS} -cpu 2 -save_every 2steps", stop)
+    assert sum("val/loss" in line for line in lines(folder)) == (stop - 1) // 3
     run(tmp_path, f"{STEPS} -cpu {cpu} -save_every 2steps")
     assert bits(folder) == bits(undisturbed)
     assert outcome(folder)["best"] == outcome(undisturbed)["best"]
@@ -72,6 +71,59 @@ def test_early_stopping_counts_validations(tmp_path):
     result = outcome(folder)
     assert (result["step"], result["evaluations"], result["best"]["step"]) == (9, 3, 3), "the loss falls"
     assert result["reason"].startswith("-stop_after 2")
+
+
+@pytest.fixture(scope="module")
+def full_run(small_plugins, tmp_path_factory):
+    """A run of all epochs."""
+    return run(tmp_path_factory.mktemp("whole"), f"{LONG} -cpu 1 -best loss -save_every 1epoch -keep_last 99")
+
+
+def expected_stop(folder, metric: str, sign: int, patience: int) -> tuple[int, int]:
+    """The epoch of the best value and that of the stop, from the metrics of all epochs."""
+    best, best_epoch = None, 0
+    for line in lines(folder):
+        if f"val/{metric}" in line:
+            score = sign * line[f"val/{metric}"]
+            if best is None or score > best:
+                best, best_epoch = score, line["epoch"]
+            if line["epoch"] - best_epoch >= patience:
+                return best_epoch, line["epoch"]
+    raise AssertionError("the metric improves until the end")
+
+
+def test_a_run_stops_early_and_is_finished_on_any_number_of_processes(full_run, tmp_path):
+    best, last = expected_stop(full_run, "accuracy", 1, 2)
+    assert 2 < last < 10, "the test needs epochs before and after the stop"
+    flags = f"{LONG} -stop_after 2"
+    for step, size in ((6, 1), (4 * last - 1, 2)):
+        saves.run_until(tmp_path, f"{flags} -cpu {size}", step)
+    folder = run(tmp_path, f"{flags} -cpu 1")
+    result = outcome(folder)
+    found = result["state"], result["epoch"], result["step"], result["best"]["epoch"]
+    assert found == ("finished", last, 4 * last, best)
+    assert result["reason"] == f"-stop_after 2: nothing better since epoch {best}" and result["test"]
+    log = saves.log_of(folder)
+    assert f"early:       {result['reason']}" in log and f"step {4 * last}/48" in log
+    at_last = saves.tensors(full_run / "checkpoints" / saves.at_step(full_run, 4 * last))
+    assert all(torch.equal(tensor, at_last[f"model.{name}"]) for name, tensor in weights(folder).items())
+    rates, all_rates = ([line["train/lr"] for line in lines(one) if "train/lr" in line] for one in (folder, full_run))
+    assert rates == all_rates[: 4 * last], "the schedule is that of all epochs"
+
+
+def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(full_run, tmp_path):
+    flags = f"{LONG} -cpu 1 -best loss"
+    folder = run(tmp_path, f"{flags} -stop_after 1")
+    early, logged = outcome(folder), lines(folder)
+    assert early["epoch"] == expected_stop(full_run, "loss", -1, 1)[1] < 12
+    final = load_file(folder / "final" / "weights.safetensors")
+    run(tmp_path, f"{flags} -stop_after 1")
+    assert lines(folder) == logged and outcome(folder)["test"] == early["test"]
+    assert same_tensors(weights(folder), final)
+    run(tmp_path, f"{flags} -stop_after 99")
+    result = outcome(folder)
+    assert (result["state"], result["epoch"], result["reason"]) == ("finished", 12, None)
+    assert distance(folder, full_run) == 0.0 and result["best"] == outcome(full_run)["best"]
 
 
 @pytest.mark.parametrize("metric", ["val_clean/loss", "loss"])
@@ -100,19 +152,14 @@ def test_saves_by_minutes_come_when_all_ranks_have_voted(more, least, tmp_path, 
     assert len(saves.steps(folder)) >= least
 
 
-@pytest.mark.parametrize(("stop", "batch"), [(5, 32), (1, 48), (6, 8)])
-def test_another_batch_in_mid_epoch_brings_no_validation_twice(stop, batch, tmp_path):
-    run(tmp_path, f"{SMALL} -cpu 1 -limit_steps {stop}", wanted=75)
-    folder = run(tmp_path, f"{SMALL} -cpu 1 -batch_size {batch} -allow_change batch_size")
-    assert (outcome(folder)["evaluations"], outcome(folder)["epoch"]) == (3, 3)
-
-
-@pytest.mark.parametrize("batch", [8, 48])
-def test_under_steps_each_step_counts_whatever_its_batch(batch, tmp_path):
-    run(tmp_path, f"{STEPS} -cpu 1 -limit_steps 6", wanted=75)
-    folder = run(tmp_path, f"{STEPS} -cpu 1 -batch_size {batch} -allow_change batch_size")
-    result = outcome(folder)
-    assert (result["state"], result["step"], result["evaluations"]) == ("finished", 10, 4)
+@pytest.mark.parametrize(
+    ("flags", "stop", "batch"), [(SMALL, 5, 32), (SMALL, 1, 48), (SMALL, 6, 8), (STEPS, 6, 8), (STEPS, 6, 48)]
+)
+def test_another_batch_in_mid_epoch_brings_no_validation_twice_and_each_step_counts(flags, stop, batch, tmp_path):
+    run(tmp_path, f"{flags} -cpu 1 -limit_steps {stop}", wanted=75)
+    result = outcome(run(tmp_path, f"{flags} -cpu 1 -batch_size {batch} -allow_change batch_size"))
+    assert result["state"] == "finished" and result["evaluations"] == (3 if flags == SMALL else 4)
+    assert result["epoch"] == 3 if flags == SMALL else result["step"] == 10
 
 
 def test_a_run_that_is_to_end_where_it_already_is_begins_with_its_last_validation(tmp_path):

@@ -2,16 +2,17 @@
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from command_line import tree
+from items import Items
 from runs import few, lines, norm_net, outcome, plugins, run
 from saves import log_of
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 import train
 from lib.trainer.trainer import Trainer
@@ -31,9 +32,8 @@ class NotFinite(nn.Module):
         hidden = self.body(inputs.flatten(1))
         if self.where == "output":
             return self.head(hidden / 0)
-        return self.head(hidden) * (
-            1 + (hidden * 0).abs().sqrt().sum()
-        )  # the slope of the square root at 0 is infinite
+        slope = (hidden * 0).abs().sqrt().sum()  # infinite: that of the square root at 0
+        return self.head(hidden) * (1 + slope)
 
 
 def samples_with_nan(args):
@@ -45,12 +45,8 @@ def samples_with_nan(args):
 
 @pytest.fixture
 def parts():
-    archs = {"dead": "output", "steep": "gradient"}
-    archs = {
-        "norm_net": norm_net,
-        **{name: lambda args, where=where: NotFinite(where) for name, where in archs.items()},
-    }
-    with plugins(arch=archs, dataset={"few": few, "sick": samples_with_nan}):
+    archs = {"dead": lambda args: NotFinite("output"), "steep": lambda args: NotFinite("gradient")}
+    with plugins(arch={**archs, "norm_net": norm_net}, dataset={"few": few, "sick": samples_with_nan}):
         yield
 
 
@@ -112,11 +108,8 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
     run(tmp_path, f"{FLAGS.replace('-model run', '-model other')} -eval -weights {weights}")
     assert json.loads((tmp_path / "other" / "eval.json").read_text())["weights"] == str(weights)
     with plugins(arch={"norm_net": lambda args: norm_net(args).append(nn.BatchNorm1d(4, affine=False))}):
-        for flags, message in (
-            (f"-weights {weights}", "lacks 6."),
-            ("", "lacks 6."),
-            ("-model nothing", "neither best nor final"),
-        ):
+        messages = {f"-weights {weights}": "lacks 6.", "": "lacks 6.", "-model nothing": "neither best nor final"}
+        for flags, message in messages.items():
             assert train.main([*f"{FLAGS} -eval {flags} -out {tmp_path}".split()]) == 2
             assert message in capfd.readouterr().err
     assert not (folder / "eval.json").exists()
@@ -143,22 +136,11 @@ class Dice(nn.Module):
         return outputs + torch.randn_like(outputs) + random.random() + np.random.random()
 
 
-class Draws(Dataset):
-    """Draws from the generators each time that it is read, in this process or another one."""
-
-    def __init__(self, part):
-        self.part = part
-
-    def __len__(self):
-        return len(self.part)
-
-    def __getitem__(self, index):
-        inputs, label = self.part[index]
-        return inputs + torch.rand(()), label
-
-
 def drawing(args):
-    return {name: Draws(part) for name, part in few(args).items()}
+    """Draws from the generators each time that a sample is read, in this process or another one."""
+    add_noise = lambda inputs, label: (inputs + torch.rand(()), label)  # noqa: E731
+    drawn = lambda part: Items([partial(add_noise, *part[index]) for index in range(len(part))])  # noqa: E731
+    return {name: drawn(part) for name, part in few(args).items()}
 
 
 @pytest.mark.parametrize("dataset", ["few", "drawing"])

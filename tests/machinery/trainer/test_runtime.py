@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import parsed
+from items import Items
 from runs import plugins, run
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from lib.utils import distributed, runtime
 from lib.utils.data import fetch
@@ -30,24 +31,18 @@ class Circle:
         Circle.alive -= 1
 
 
-class LeavesGarbage(Dataset):
-    """A dataset that leaves a circle for each sample, in the process that reads it, and refuses to leave many."""
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        Circle()
-        if Circle.alive > 5000:  # more than Python leaves between two collections
-            raise MemoryError(f"{Circle.alive} circles")
-        return torch.zeros(64), index % 4
+def leave_garbage():
+    """A sample that leaves a circle in the process that reads it, which refuses to leave many."""
+    Circle()
+    if Circle.alive > 5000:  # more than Python leaves between two collections
+        raise MemoryError(f"{Circle.alive} circles")
+    return torch.zeros(64), 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_garbage_of_the_rank_and_of_loader_processes_is_collected_even_with_short_epochs(workers, tmp_path):
     Circle.alive = 0
-    data = {"littered": lambda args: {"train": LeavesGarbage(), "val": LeavesGarbage()}}
-    with plugins(dataset=data):
+    with plugins(dataset={"littered": lambda args: dict.fromkeys(("train", "val"), Items([leave_garbage] * 100))}):
         flags = "-dataset littered -arch mlp -mlp_width 8 -image_size 8 -num_classes 4 -cpu 1 "
         run(tmp_path, f"{flags} -batch_size 50 -epochs 60 -save_every 60epochs -workers {workers}")
     assert gc.isenabled()

@@ -117,9 +117,6 @@ def test_ignored_labels_are_left_out_of_the_loss_and_of_bits_per_token(ignored):
     assert torch.allclose(nats / losses.count_targets(loss, (rows, tokens), 2), loss(images, masks))
 
 
-# BatchNorm
-
-
 class Norms(nn.Sequential):
     """BatchNorm over rows, or over places."""
 
