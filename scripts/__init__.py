@@ -9,6 +9,7 @@ sweep.py         many runs over values of flags
 status.py        all runs in a table; reading.py reads their folders
 track.py         -track: sends a run's figures to Weights & Biases or MLflow
 plot.py          the curves of runs
+compare.py       two runs or checkpoints, tensor by tensor
 predict.py       a run's predictions for images and texts
 export.py        the weights of a run as one file
 new.py           a new model, dataset or trainer, or a project of your own

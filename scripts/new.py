@@ -126,7 +126,7 @@ do not need, but for the defaults `convnet`, `digits` and `trainer`:
 
 - [extending.md](docs/extending.md): models, data, trainers; nanoGPT, timm, Hugging Face, detection, a GAN
 - [launching.md](docs/launching.md): a workstation, several machines, Slurm, Kubernetes
-- [resume.md](docs/resume.md): what is promised after a stop, and what is not
+- [resume.md](docs/resume.md), [exactness.md](docs/exactness.md): how to stop and continue, and what is exact then
 - [sweep.md](docs/sweep.md): many values of a flag
 - [monitoring.md](docs/monitoring.md), [debugging.md](docs/debugging.md), [large_models.md](docs/large_models.md)
 - [flags.md](docs/flags.md): all flags
@@ -141,9 +141,11 @@ NOT_COPIED = (  # what is about the template itself; a path that ends with / is 
     ".github/",
     ".pre-commit-config.yaml",
     "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "docs/benchmarks.md",
+    "docs/chaos.md",
     "docs/compat.md",
     "docs/scaling.md",
     "docs/terminal.png",

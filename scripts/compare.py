@@ -1,0 +1,130 @@
+"""Compares two runs, checkpoints or weights files, tensor by tensor: python scripts/compare.py out/A out/B.
+
+Of runs it says which flags differ, at which step the logged figures differ first, and at which step that both have
+saved the tensors do. Exit code 0: all tensors are the same, to the bit; 1: some differ.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.utils.checkpoint import run_folder, shards, state
+from lib.utils.errors import FINISHED, USAGE, UsageError
+from scripts import other_weights
+
+MOST = 20  # rows of the table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("A", "B"):
+        parser.add_argument(name, type=Path, help="a run's folder, one of its checkpoints, or a file of weights")
+    parser.add_argument("-all", action="store_true", help=f"show all tensors that differ, not {MOST}")
+    options = parser.parse_args(argv)
+    try:
+        pair = options.A, options.B
+        if all((one / "checkpoints").is_dir() for one in pair):
+            print("\n".join(compare_logs(*pair)))
+            pair = first_pair(*pair)
+        a, b = read(*pair)
+    except (UsageError, shards.Damaged, OSError, ValueError) as error:
+        print(f"compare.py: {error}", file=sys.stderr)
+        return USAGE
+    rows = {name: text for name in {**a, **b} if (text := describe(a.get(name), b.get(name)))}
+    print(f"{len({**a, **b}) - len(rows)} tensors are the same, {len(rows)} differ, in {pair[0]} and {pair[1]}")
+    shown = [*rows.items()] if options.all else [*rows.items()][:MOST]
+    for name, text in shown:
+        print(f"  {name:40} {text}")
+    if len(shown) < len(rows):
+        print(f"  and {len(rows) - len(shown)} more: -all shows them")
+    return FINISHED if not rows else 1
+
+
+def compare_logs(one: Path, other: Path) -> list[str]:
+    """Return lines on how the flags and the logged figures of two runs differ."""
+    flags = [yaml.safe_load((run / "config.yaml").read_text()) for run in (one, other)]
+    names = sorted({*flags[0], *flags[1]} - {"about", "model", "out"})
+    values = [(name, flags[0].get(name), flags[1].get(name)) for name in names]
+    odd = [
+        f"-{name} {one_value} and {other_value}"
+        for name, one_value, other_value in values
+        if one_value != other_value
+    ]
+    lines = [f"flags that differ: {', '.join(odd) or 'none'}"]
+    logs = [dict(figures(run)) for run in (one, other)]
+    both = [figure for figure in logs[0] if figure in logs[1]]
+    first = next((figure for figure in both if logs[0][figure] != logs[1][figure]), None)
+    if first:
+        step, name = first
+        lines.append(f"figures differ from step {step} on: {name} {logs[0][first]} and {logs[1][first]}")
+    else:
+        lines.append(f"{len(both)} logged figures of both are the same")
+    return lines
+
+
+def figures(run: Path) -> list[tuple[tuple[int, str], Any]]:
+    """Return the figures in metrics.jsonl that do not measure speed, each with its step and name."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    skipped = ("step", "epoch", "samples")
+    return [
+        ((line["step"], name), value)
+        for line in lines
+        for name, value in line.items()
+        if name not in skipped and not name.startswith("perf/")
+    ]
+
+
+def first_pair(one: Path, other: Path) -> tuple[Path, Path]:
+    """Return the checkpoints of the first step that both runs have and whose tensors differ; else the newest ones."""
+    saved = [
+        {int(folder.name.rpartition("_")[2]): folder for folder in run_folder.list_checkpoints(run / "checkpoints")}
+        for run in (one, other)
+    ]
+    pairs = [(saved[0][step], saved[1][step]) for step in sorted(saved[0].keys() & saved[1].keys())]
+    for pair in pairs:
+        a, b = read(*pair)
+        if any(describe(a.get(name), b.get(name)) for name in {**a, **b}):
+            return pair
+    return pairs[-1] if pairs else (one, other)
+
+
+def read(*paths: Path) -> list[dict[str, Tensor]]:
+    """Return the tensors of checkpoints, of runs' newest ones, or of weights files; with a file only the model's."""
+    found = []
+    for path in paths:
+        newest = run_folder.list_checkpoints(path / "checkpoints")[:1]
+        folder = newest[0] if newest else path
+        if folder.is_file():
+            found.append({f"model.{name}": one for name, one in other_weights.read(folder).items()})
+            continue
+        manifest = state.read_manifest(folder)
+        found.append(shards.make_empty(manifest["tensors"]))
+        shards.read(folder, [*manifest["shards"]], found[-1])
+    if any(path.is_file() for path in paths):
+        found = [{name: one for name, one in each.items() if name.startswith("model.")} for each in found]
+    return found
+
+
+def describe(one: Tensor | None, other: Tensor | None) -> str:
+    """Return how two tensors differ, "" if they have the same bits."""
+    if one is None or other is None:
+        return f"only in {'B' if one is None else 'A'}"
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    if shards.as_bytes(one) == shards.as_bytes(other):
+        return ""
+    gaps = (one.double() - other.double()).abs()
+    most, largest = torch.nan_to_num(gaps, nan=torch.inf).max().item(), one.double().abs().max().item()
+    count = int((gaps != 0).sum())
+    return f"{count:,} of {one.numel():,} values, by {most:.3g} at most; the largest is {largest:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
