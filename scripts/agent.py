@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib import config
-from lib.launch import environment, local, slurm
+from lib.launch import environment, local
 from lib.utils.errors import FINISHED, UsageError
 
 AGENT_S = 5  # seconds that torchrun waits for its workers beyond -grace_s
@@ -85,6 +85,8 @@ def interface_of(address: str) -> str | None:
 
 def slurm_job(args) -> tuple[dict, dict]:
     """Return the batch script's own variables and those for torchrun, and record the start."""
+    from lib.launch import slurm  # which a project may have deleted, and an image leaves out
+
     history = slurm.record_start(args)
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
     own = {"history": history, "suffix": "i" if environment.has_infiniband_names() else "", "processes": count}

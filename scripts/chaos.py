@@ -2,6 +2,7 @@
 
     python scripts/chaos.py -kills 1000 -ranks 2            the same bits at every step, also of repeated steps
     python scripts/chaos.py -kills 500 -ranks 1,2,3,4       the same, each start on another number of processes
+    python scripts/chaos.py -kills 500 -ranks 2,3 -lost     only one process of several is killed: no step is lost
     python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn for each start
 
 Each start is forked from this process, which has imported torch. However often a run is killed, its ranks together
@@ -37,6 +38,7 @@ from lib import config
 from lib.config import plugins as plugin_files
 from lib.launch import local
 from lib.utils import preemption
+from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED
 from scripts import check_resume, ledger
 
@@ -71,6 +73,8 @@ class Tally:
     missed: int = 0  # samples
     repeated: int = 0
     left: int = 0  # temporary files that remained after a run's end
+    survived: int = 0  # kills of one process of several, in its training
+    lost: int = 0  # steps that were not saved by those left
     first: ledger.Difference | None = None
     story: list[str] = field(default_factory=list)  # the starts of the first run that was wrong
 
@@ -86,6 +90,7 @@ class Tally:
             "first difference": self.first or "none",
             "samples missed, repeated": f"{self.missed}, {self.repeated}",
             "temporary files left": self.left,
+            "one process lost, steps lost": f"{self.survived}, {self.lost}",
         }
         return [f"{name:30} {value}" for name, value in rows.items()] + self.story
 
@@ -95,7 +100,7 @@ class Tally:
 
     @property
     def faults(self) -> int:
-        return self.differing + self.missed + self.repeated + self.left
+        return self.differing + self.missed + self.repeated + self.left + self.lost
 
 
 class Way(NamedTuple):
@@ -108,7 +113,9 @@ class Way(NamedTuple):
     begin: float = 0.0  # seconds until its first step is done
 
 
-def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), seed: int = 0, base: str = RUN):
+def storm(
+    out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), seed: int = 0, base: str = RUN, lost=False
+):
     """Kill runs this many times, and count in `tally`.
 
     Each start has one of these numbers of processes, and one of these further flags.
@@ -122,7 +129,7 @@ def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), s
         started_at = time.monotonic()
         try:
             while tally.total < kills:
-                story = run_with_kills(ways, draw, tally, kills)
+                story = run_with_kills(ways, draw, tally, kills, {("a rank", KILL): 1} if lost else SIGNALS)
                 compare_with_truth(ways[0], story, tally)
         finally:
             tally.seconds = time.monotonic() - started_at
@@ -140,7 +147,7 @@ def with_times(way: Way) -> Way:
     return way._replace(span=time.monotonic() - started_at, begin=begin)
 
 
-def run_with_kills(ways, draw, tally, most) -> list[str]:
+def run_with_kills(ways, draw, tally, most, signals) -> list[str]:
     """Run one run to its end, with as many kills as happen on the way. Returns what was done to each start.
 
     Every other signal is sent at any instant of a start, the rest after its first step.
@@ -153,11 +160,14 @@ def run_with_kills(ways, draw, tally, most) -> list[str]:
             if tally.total % 2 and start.reaches(1, book(way, "run")):
                 within = draw.uniform(0, way.span - way.begin)
             start.process.join(within if tally.total < most else None)
-            sent = send_random_signal(start, draw) if start.process.is_alive() else None
+            sent = send_random_signal(start, draw, signals) if start.process.is_alive() else None
             code = start.wait(HANG_S)
         done = ledger.progress(book(way, "run"), start.pid)
         fate = f"{sent[1].name} to {sent[0]}" if sent else "left alone"
         story.append(f"{way.flags}: {fate}, {done} steps of its own done, exit code {code}")
+        is_whole = way.args.parallel == "ddp" and way.args.deterministic  # else only rank 0 has all of the state
+        if sent == ("a rank", KILL) and code != FINISHED and way.args.cpu > 1 and is_whole:
+            count_lost(way, start.pid, tally)
         tally.starts += 1
         tally.switches += before not in (None, way)
         tally.kills.update([sent] if sent else [])
@@ -170,9 +180,17 @@ def run_with_kills(ways, draw, tally, most) -> list[str]:
     return story
 
 
-def send_random_signal(start, draw) -> tuple:
+def count_lost(way: Way, session: int, tally: Tally):
+    """Count the steps that one of those left had done, and that no checkpoint has."""
+    done = sorted(ledger.progress(book(way, "run"), session, rank) or 0 for rank in range(way.args.cpu))
+    saved = run_folder.list_checkpoints(Path(way.args.out) / "run" / "checkpoints")
+    tally.survived += done[-2] > 0
+    tally.lost += max(0, done[-2] - max((int(one.name.rpartition("_")[2]) for one in saved), default=0))
+
+
+def send_random_signal(start, draw, signals) -> tuple:
     """Send a random signal to a random target. Returns both."""
-    who, number = draw.choices(list(SIGNALS), SIGNALS.values())[0]
+    who, number = draw.choices(list(signals), signals.values())[0]
     whom = {"all": None, "the parent": start.pid, "a rank": draw.choice(start.others() or [start.pid])}[who]
     start.kill(number, whom)
     return who, number
@@ -291,13 +309,14 @@ def main() -> int:
     parser.add_argument("-switch", default="", help="further flags of a start, drawn from several: '-a 1,-a 2'")
     parser.add_argument("-seed", type=int, default=0, help="of the instants")
     parser.add_argument("-flags", default="", help="further flags of train.py, as '-workers 1'")
+    parser.add_argument("-lost", action="store_true", help="kill one process of several only")
     options = parser.parse_args()
     sizes, switch = [int(size) for size in options.ranks.split(",")], options.switch.split(",")
     folder, tally = Path(tempfile.mkdtemp(prefix="chaos_")), Tally()
     for number in (signal.SIGINT, TERM):  # also if it runs in the background
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        storm(folder, tally, options.kills, sizes, switch, options.seed, f"{RUN} {options.flags}")
+        storm(folder, tally, options.kills, sizes, switch, options.seed, f"{RUN} {options.flags}", options.lost)
     print(f"scripts/chaos.py {' '.join(sys.argv[1:])}")
     print("\n".join(tally.lines()))
     if tally.faults:

@@ -38,9 +38,10 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         for _ in range(min(steps, trainer.plan.steps - begun)):
             trainer.train_step(batches)
-            loss = trainer.pending_losses[-1][0]
+            means, counts = trainer.pending_losses[-1].T
+            loss = (means * counts).sum() / counts.sum().clamp_min(1)
             trainer.read_losses()
-            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss.item(), trainer.last_norm)
+            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss.item(), trainer.state.grad_norm)
             _check("after a step, the parameter", model.named_parameters())
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"

@@ -142,12 +142,12 @@ def _rows(batch, count: int) -> list[list[Tensor]]:
     return [[part[row] for part in whole] for row in range(count)]
 
 
-def progress(folder: Path, session: int) -> int | None:
-    """Return how many steps a run has done, by the ledger of the start with this session id.
+def progress(folder: Path, session: int, rank: int = 0) -> int | None:
+    """Return how many steps a run has done, by a rank's ledger of the start with this session id.
 
     None before its first sample, 0 until a step is done.
     """
-    file, mine, done = folder / "rank_0.jsonl", False, None
+    file, mine, done = folder / f"rank_{rank}.jsonl", False, None
     for facts in _lines(file) if file.exists() else ():
         mine = facts.get("session", session if mine else None) == session
         if mine and "session" not in facts:

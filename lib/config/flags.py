@@ -164,7 +164,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-debug", SWITCH, "train -limit_steps (10) in one process and name the first bad tensor; write nothing")
     add("-eval", SWITCH, "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
     add("-overfit", COUNT, "train and evaluate on the same N samples", on_resume="refuse")
-    add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
     group("slurm", "allow")
     add("-slurm", SWITCH, "submit to Slurm instead of running here; -cpu N: N tasks a node and no GPUs")

@@ -85,7 +85,6 @@ class Args(argparse.Namespace):
     debug: bool
     eval: bool
     overfit: int | None
-    debug_dist: bool
     slurm: bool
     slurm_nnodes: int
     slurm_ngpus: int

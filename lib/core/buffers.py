@@ -64,6 +64,7 @@ class Buffers:
                 found |= {(module, key): name for key, name in names.items() if name in saved}
         self.statistics = [place for place, name in found.items() if is_statistic(name)]
         self.others = [place for place, name in found.items() if not is_statistic(name)] if world.size > 1 else []
+        self.starts: list[Tensor] = []  # of the statistics, when a step began that is not finished
         if self.others:
             shown = ", ".join(found[place] for place in self.others[:5])
             log.info("buffers:     after each step all processes take rank 0's %s (%d)", shown, len(self.others))
@@ -75,6 +76,12 @@ class Buffers:
         else:
             for buffer, start in zip(_read(self.statistics), self.starts, strict=True):
                 buffer.copy_(start)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the statistics again what they were, if a step is not finished."""
+        for buffer, start in zip(_read(self.statistics), self.starts, strict=False):
+            buffer.copy_(start)
 
     def after(self) -> None:
         """Note what the forward pass made of the statistics: a backward pass may compute blocks again."""

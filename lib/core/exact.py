@@ -61,13 +61,14 @@ class Engine:
             scatter.begin(micro_batch)
         self.buffers.before(micro_batch)
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
+    def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
         """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding.
 
-        `count` (0-d) is added up, too.
+        `figures` (2,), its mean loss and its number of targets, are for all ranks.
         """
         self.buffers.after()
         loss.backward()
+        self.figures = figures
         if self.alone:  # the only micro-batch: its gradients are the sum
             return
         gradients = [parameter.grad for parameter in self.parameters]
@@ -77,10 +78,10 @@ class Engine:
         if micro_batch.count:
             missing = {number for number, gradient in enumerate(gradients) if gradient is None}
             self.unused &= missing
-            flags = torch.ones(len(gradients) + 1, device=self.world.device)
-            flags[-1] = count
+            flags = torch.cat([figures.new_ones(len(gradients)), figures.new_zeros(2 * self.leaves)])  # used or not
             for number in missing:
                 flags[number] = 0  # nobody waits for the device, as for a copy of a list
+            flags[len(gradients) :].view(-1, 2)[micro_batch.number] = figures
             pairs = zip(gradients, self.parameters, strict=True)
             dense = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
             add_leaf(self.nodes, micro_batch.number, [*dense, flags, *self.shares])
@@ -88,23 +89,23 @@ class Engine:
     def sum_gradients(self) -> Tensor:
         """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks.
 
-        Returns the sum of the counts (0-d); 1 if there is one micro-batch on one process.
+        Returns the figures of all micro-batches, (micro-batches, 2).
         """
         for scatter in self.scatters:
             scatter.finish()
         if self.alone:
             self.buffers.finish([])
-            return torch.ones(())
+            return self.figures[None]
         count = len(self.parameters)
-        flags = torch.empty(count + 1, device=self.world.device)
+        flags = self.figures.new_empty(count + 2 * self.leaves)
         by_rank = nodes_by_rank(self.leaves, self.world.size, self.round_robin)
         sums = sum_over_ranks(self.nodes, by_rank, [*self.parameters, flags, *self.shares])
         gradients, flags = sums[:count], sums[count]
         self.buffers.finish(sums[count + 1 :])
-        used = [flag > 0 for flag in flags[:-1].tolist()] if self.unused else [True] * count
+        used = [flag > 0 for flag in flags[:count].tolist()] if self.unused else [True] * count
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
-        return flags[-1]
+        return flags[count:].view(-1, 2)
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, before an evaluation or a save."""

@@ -26,7 +26,19 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
-FIXED = {"args", "checkpoints", "config", "folder", "metrics", "plan", "precision", "predictions", "saved", "state"}
+FIXED = {
+    "args",
+    "checkpoints",
+    "config",
+    "folder",
+    "loss_sums",
+    "metrics",
+    "plan",
+    "precision",
+    "predictions",
+    "saved",
+    "state",
+}
 MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
@@ -47,6 +59,7 @@ class Checks:
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.steps = 0  # of this start
+        self.changed: list[str] = []  # what training_step changes, as its second step shows
 
     def after_step(self) -> None:
         """Note, after the first step of this start, what no checkpoint has."""
@@ -55,7 +68,7 @@ class Checks:
 
     @contextlib.contextmanager
     def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Name parameters and buffers, but running statistics, that a pass of this start's second step changes.
+        """Name what a pass of this start's second step changes: tensors but running statistics, and other states.
 
         At the first step a teacher is still a copy of the model, and a layer may take its first values from the data.
         """
@@ -65,13 +78,16 @@ class Checks:
         after = self.checksums() if watched else {}
         changed = [name for name in after if after[name] != before.get(name)]
         if changed:
+            self.changed = changed
             fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), once a micro-batch"
             log.warning("%s: other processes do so another number of times; optimizer_step does once", fault)
 
-    def checksums(self) -> dict[str, int]:
-        """Return a checksum of each parameter and buffer, or this rank's part of it, but running statistics."""
-        weights = find_parts(self.trainer).weights().items()
-        return shards.checksums({name: shards.local_part(one) for name, one in weights if not is_statistic(name)})
+    def checksums(self) -> dict[str, Any]:
+        """Return marks of the parts' tensors on this rank, but of running statistics, and of other states."""
+        parts = find_parts(self.trainer)
+        weights = {name: shards.local_part(one) for name, one in parts.weights().items() if not is_statistic(name)}
+        states = {name: Mark(set(), set()).of(other.state_dict()) for name, other in parts.others.items()}
+        return shards.checksums(weights) | states
 
     def run(self) -> None:
         """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.

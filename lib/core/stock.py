@@ -23,7 +23,7 @@ class Engine:
 
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
         self.world, self.modules = world, modules
-        Buffers(modules, world)  # names those that are rank 0's
+        self.buffers = Buffers(modules, world)  # names those that are rank 0's; DDP shares them
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
             raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
@@ -42,22 +42,23 @@ class Engine:
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         self.parameters = parameters
-        if micro_batch.first:
-            self.total = torch.zeros((), device=self.world.device)
         self.called.clear()
         self.reached.clear()
         for module in self.wrapped:
             module.require_backward_grad_sync = micro_batch.last  # as no_sync() sets it
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
+    def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
         """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.
 
-        `count` (0-d) is added up, too.
+        `figures` (2,), its mean loss and its number of targets, are for all ranks.
 
         Raises UsageError in that pass if DDP could not see all parameters: replicas would part without a word.
         """
         (loss * self.loss_scale).backward()
-        self.total += count
+        if micro_batch.first:
+            self.figures = figures.new_zeros(micro_batch.step_parts, 2)
+        if micro_batch.count:
+            self.figures[micro_batch.number] = figures
         for module in self.wrapped if micro_batch.last else ():
             self._check(module)
 
@@ -79,16 +80,16 @@ class Engine:
     def sum_gradients(self) -> Tensor:
         """Sum the gradients of parameters that neither DDP nor FSDP knows, over all ranks.
 
-        Returns the sum of the counts (0-d).
+        Returns the figures of all micro-batches, (micro-batches, 2).
         """
         if self.world.size == 1:
-            return self.total
+            return self.figures
         for module in self.modules:
             take_first(() if module in self.wrapped else module.buffers())
-        dist.all_reduce(self.total)
+        dist.all_reduce(self.figures)
         own = [p for p in self.parameters if p not in self.by_ddp and not is_sharded(p)]
         if not own:
-            return self.total
+            return self.figures
         used = torch.tensor([float(p.grad is not None) for p in own], device=self.world.device)
         dist.all_reduce(used)
         for parameter, count in zip(own, used.tolist(), strict=True):
@@ -96,7 +97,7 @@ class Engine:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 dist.all_reduce(gradient)
                 parameter.grad = gradient / self.loss_scale
-        return self.total
+        return self.figures
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, before an evaluation."""

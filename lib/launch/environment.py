@@ -1,4 +1,4 @@
-"""The environment of a run's processes: torchrun's variables, GPUs, caches, debug switches, names on fast networks.
+"""The environment of a run's processes: torchrun's variables, GPUs, caches, names on fast networks.
 
 Only lib/launch writes it, with these functions. They overwrite torchrun's variables and those that choose GPUs, and
 keep others that are set.
@@ -18,13 +18,6 @@ LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # torch for ROCm reads its own one first
 # The first is the standard of freedesktop.org, which torch's hub and extensions, Hugging Face and others follow.
 CACHES = {"XDG_CACHE_HOME": "", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "torchinductor"}
-DEBUG = {
-    "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DDP crashes on gloo under DETAIL (torch 2.15)
-    "TORCH_CPP_LOG_LEVEL": "INFO",
-    "TORCH_LOGS": "+distributed",
-    "LOGLEVEL": "DEBUG",  # torchrun's own
-    "NCCL_DEBUG": "INFO",
-}
 # How often a thread on the CPU checks whether the others are done before it sleeps: for some microseconds. GNU's
 # OpenMP checks 300,000 times by default, which keeps cores from the threads it waits for (docs/benchmarks.md).
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
@@ -41,7 +34,6 @@ def export(args: Args) -> dict[str, str]:
     if not cache_dir and "SCRATCH" in os.environ:
         cache_dir = f"{os.environ['SCRATCH']}/cache_{os.environ.get('USER') or os.getuid()}"
     wanted = {} if "OMP_WAIT_POLICY" in os.environ else dict(OPENMP_SPIN)
-    wanted |= DEBUG if args.debug_dist else {}
     if args.deterministic:
         wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's manual, "Results Reproducibility"
     if cache_dir:

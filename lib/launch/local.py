@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
+from pathlib import Path
 from typing import Any
 
 from lib.config import Args
@@ -89,7 +90,8 @@ def start_processes(args: Args, target: str, count: int) -> int:
     started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
     with forward_signals(started.processes) as forwarded:
         store = TCPStore(host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
-        code = watch(started.processes, forwarded, print_lock)
+        grace_s = args.grace_s if args.cpu or not torch.accelerator.is_available() else SHUTDOWN_S
+        code = watch(started.processes, forwarded, print_lock, run_folder.path_of(args), grace_s)
         del store  # the children need it until here
     return code
 
@@ -126,10 +128,11 @@ def call_target(target: str, args: Args) -> int:
         return getattr(importlib.import_module(module), function)(args)
 
 
-def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock) -> int:
+def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, folder: Path, grace_s: float) -> int:
     """Wait for the children, by rank, or for the first failure. Returns the run's exit code.
 
-    `forwarded`: signals that they were sent. The child that takes `print_lock` prints why it failed.
+    `forwarded`: signals that they were sent. The child that takes `print_lock` prints why it failed. The others then
+    have `grace_s` for their last step (just_in_time.py), on GPUs none: they may wait for a lost one for ever.
     """
     codes = [child.exitcode for child in children]
     while None in codes and failed_rank(codes) is None:
@@ -140,16 +143,17 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock) -
     if rank is None:
         return max(code or FINISHED for code in codes)
     print_lock.acquire(block=False)  # a child that fails only now says nothing
-    until = time.monotonic() + SHUTDOWN_S
-    for child in children:  # they may end by themselves
-        child.join(max(0.0, until - time.monotonic()))
     code = codes[rank] or FAILED
     how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-    message = f"rank {rank} {how}; the others are ended"
+    trains = run_folder.read_json(folder / "outcome.json").get("pid") in [child.pid for child in children]
+    message = f"rank {rank} {how}; the others {'save what is done, and end' if trains else 'are ended'}"
     if -code in forwarded:
         code, message = STOPPED, signals.OUTSIDE.format(signal.Signals(-code).name)
     if code != USAGE:  # the child has printed what is wrong
         print(f"train.py: {message}", file=sys.stderr, flush=True)
+    until = time.monotonic() + (max(SHUTDOWN_S, grace_s) if trains else SHUTDOWN_S)
+    for child in children:
+        child.join(max(0.0, until - time.monotonic()))
     return code if code > 0 else FAILED
 
 
@@ -187,5 +191,5 @@ def report_usage_error(error: UsageError) -> int:
     text = printable(" ".join(str(error).split()))
     print(f"train.py: {text}", file=sys.stderr, flush=True)
     if "BATON_HISTORY" in os.environ:  # in a job of Slurm's, which then is not requeued
-        importlib.import_module("lib.launch.requeue").record_refusal(text)
+        importlib.import_module("scripts.slurm.requeue").record_refusal(text)
     return USAGE

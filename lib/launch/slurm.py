@@ -1,4 +1,4 @@
-"""A run as a Slurm job: one task per GPU, or with -cpu N, N tasks per node. requeue.py decides what follows.
+"""A run as a Slurm job: one task per GPU, or with -cpu N, N tasks per node. scripts/slurm/requeue.py ends it.
 
 The batch script is written here, in 20 lines: Submitit's public API shows none (-slurm_dry), passes no exit code on,
 and requeues by rules of its own. A task starts without torch, so that signals are handled from the first moment.
@@ -16,10 +16,11 @@ import uuid
 from pathlib import Path
 
 from lib.config import ROOT, Args
-from lib.launch import environment, local, requeue
+from lib.launch import environment, local
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError, run_program
+from scripts.slurm import requeue
 
 # Set by an allocation or a launcher around this process, or secret: the job must not inherit them.
 NOT_INHERITED = ("SLURM", "SRUN_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NGROK_AUTHTOKEN")
@@ -86,33 +87,23 @@ def batch_script(args: Args, folder: Path, code: Path) -> str:
         "signal": f"USR2@{args.slurm_signal_s}",
     }
     given = [f"{name}={value}" for name, value in options.items() if value is not None] + ["requeue", *args.slurm_arg]
-    python = f"{shlex.quote(sys.executable)} -u -m lib.launch.slurm"
+    python = f"{shlex.quote(sys.executable)} -u -m"
+    # srun inherits no --cpus-per-task (Slurm 22.05). If a task is lost, the others may save their last step.
+    srun = f"srun --unbuffered --cpus-per-task={cpus} --wait={int(args.grace_s) + 1}"
     logs = shlex.quote(f"{folder}/%j_%t_log.out")
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {shlex.quote(f'--{option}')}" for option in given),
         "trap : TERM  # this shell must outlive the signal that stops its tasks",
         f"export PYTHONPATH={shlex.quote(f'{code}:{ROOT}')}${{PYTHONPATH:+:$PYTHONPATH}}",
-        # srun does not inherit --cpus-per-task since Slurm 22.05.
-        f"srun --unbuffered --kill-on-bad-exit=1 --cpus-per-task={cpus} --output={logs} {python} task",
-        f"exec {python} after {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?",
+        f"{srun} --output={logs} {python} lib.launch.slurm",
+        f"exec {python} scripts.slurm.requeue {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?",
     ]
     return "\n".join(lines) + "\n"
 
 
-def main(command: str, *arguments: str) -> int:
-    """Run `task`, a process of a submitted job, or `after HISTORY CODE`, the end of a job."""
-    if command == "after":
-        return requeue.finish_job(Path(arguments[0]), int(arguments[1]))
-    try:
-        code = task()
-    except UsageError as error:
-        return local.report_usage_error(error)
-    return FINISHED if code == STOPPED else code  # so that the job's shell continues
-
-
-def task() -> int:
-    """Run a process of a submitted job. Returns the exit code."""
+def main() -> int:
+    """Be a process of a submitted job. Returns the exit code."""
     args, target, where = pickle.loads(Path(PICKLE).read_bytes())
     os.chdir(where)
     signals.set_handlers(lambda *_: None)  # they end nothing; `requeue.finish_job` asks Slurm for their reason
@@ -121,7 +112,11 @@ def task() -> int:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is to be saved
     os.environ[requeue.HISTORY] = str(record_start(args))
-    return run_task(args, target)
+    try:
+        code = run_task(args, target)
+    except UsageError as error:
+        return local.report_usage_error(error)
+    return FINISHED if code == STOPPED else code  # so that the job's shell continues
 
 
 def record_start(args: Args) -> Path:
@@ -174,4 +169,4 @@ def rendezvous_address() -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    run_program(lambda: main(*sys.argv[1:]))
+    run_program(main)

@@ -17,7 +17,7 @@ from lib.core import buffers, parallel, replicas, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
-from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
+from lib.utils.checkpoint import just_in_time, manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import State, find_parts, model_tensors
 from lib.utils.data.loader import Loader
@@ -52,6 +52,7 @@ class Trainer:
         self.optimizer, *self.more_optimizers = optimizers
         self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
         self.state, self.metrics = State(), metrics.Sums()
+        self.loss_sums = metrics.Sums(alone=True)  # of all ranks, since the last log line
         self.config = resume.config_to_save(args, self.plan)
         self.total_steps = self.plan.total_steps
         self.val_splits = sorted(split for split in loaders if split.startswith("val"))  # val first, if it is there
@@ -67,14 +68,14 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
         buffers.refuse_single_samples(model, self.plan)
-        self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
-        self.last_norm = math.nan  # the last one that was read
+        self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.predictions = metrics.Predictions(loss, args.num_classes, world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
         self.in_pass = False  # whether a micro-batch is being computed
+        self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
@@ -104,9 +105,11 @@ class Trainer:
 
     def fit(self, past: Past | None = None) -> str:
         """Train from `past` (resume.find), or from step 0, to the end or to a stop. Returns what `finish` returns."""
-        with self.stop.handle_signals():
+        with self.stop.handle_signals(), just_in_time.saving(self):
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
+            if "samples" in self.state.unlogged:  # by a process that was lost
+                self.log()
             try:
                 if not self.state.evaluated:  # a stop has left it to this start
                     self.evaluate_and_save()
@@ -128,6 +131,7 @@ class Trainer:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once
                 self.save()
+        self.is_whole = True
 
     def make_engine(self) -> None:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
@@ -141,15 +145,19 @@ class Trainer:
         engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
         self.engine = engine.Engine([*parts.modules.values()], self.world, self.args)
         self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
+        for optimizer in self.all_optimizers:
+            optimizer.register_step_pre_hook(lambda *_: vars(self).update(is_whole=False))
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
         resume.load(past, find_parts(self), self.world, self.args)
         if past.manifest["state"]["best"]:
-            self.checkpoints.best = resume.best_weights(past, self.world)
+            self.checkpoints.best = resume.best_weights(past, self.world) or None
         self.state = resume.restore_state(past, self.plan)
+        saved = self.state.unlogged
+        self.loss_sums.add({name: saved[name] for name in saved.keys() & {"loss", "samples"}})
         if self.world.is_main:
-            self.metrics.add(self.state.unlogged)
+            self.metrics.add({name: saved[name] for name in saved.keys() - {"loss", "samples"}})
         if past.folder.parent == self.checkpoints.folder and not past.missing_on:
             self.saved = self.state.step, self.state.evaluated
         epoch = min(self.state.epoch + 1, self.plan.epochs)  # a finished run is evaluated again
@@ -171,7 +179,7 @@ class Trainer:
         batches = self.rate.time_data_loading(self.loaders["train"].epoch(self.state.epoch, first))
         for _ in range(first, self.plan.steps):
             self.train_step(batches)
-            self.state.evaluated = False
+            self.state.evaluated, self.is_whole, self.engine.buffers.starts = False, True, []
             self.after_step()
             if not self.stop.agreed:
                 self.evaluate_and_save()
@@ -188,12 +196,12 @@ class Trainer:
             self.engine.begin_pass(micro_batch, self.trained)
             count = self.count_targets(batch, micro_batch.count)
             loss = self.call_training_step(batch, micro_batch)
-            self.pending_losses.append((loss.detach(), count))
             self.backward(loss, micro_batch, count)
             if micro_batch.last:
                 break
-        total = self.engine.sum_gradients()
-        self.divide_gradients(total, micro_batch)
+        figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
+        self.pending_losses.append(figures)
+        self.divide_gradients(figures[:, 1].sum(), micro_batch)
         # From here on what is drawn is the same on every rank.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         self.set_learning_rate()
@@ -223,9 +231,11 @@ class Trainer:
         if accumulates != any(one.grad is not None for one in self.trained):
             called = "zero_grad" if accumulates else "backward"
             raise UsageError(f"training_step calls {called} by itself: let it return the whole loss")
+        figures = loss.new_empty(2, dtype=torch.promote_types(loss.dtype, torch.float32))
+        figures[0], figures[1] = loss.detach(), count
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
-        self.engine.backward(self.scaler.scale(loss), micro_batch, count)
+        self.engine.backward(self.scaler.scale(loss), micro_batch, figures)
 
     def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
         """Make the step's sums of gradients those of the mean over all its targets, `total` (0-d)."""
@@ -277,12 +287,10 @@ class Trainer:
 
     def after_step(self) -> None:
         """Write a log line if it is due, vote on a stop, move a save on."""
-        step = self.state.step
-        watchdog.moved(step)
-        if step % self.args.log_every == 0 or step % self.plan.steps == 0 or step >= self.total_steps:
-            self.log()
+        watchdog.moved(self.state.step)
+        self.log()
         if not self.stop.tick(training=True):
-            self.stop.limit_reached(step)
+            self.stop.limit_reached(self.state.step)
         if self.stop.voted:
             self.checkpoints.poll()
 
@@ -303,6 +311,7 @@ class Trainer:
             state.sums = {}
             seeding.seed(seeding.STEP, self.args.seed, state.step, device=self.world.device)
             self.on_epoch_end()
+        self.is_whole = True
         if save or self.is_done():
             self.save(keep=bool(milestone))
 
@@ -326,46 +335,45 @@ class Trainer:
             self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
 
     def log(self) -> None:
-        """Log the interval since the last line; end the run after too many bad steps in a row."""
+        """Log the interval since the last line, if a line is due; end the run after too many bad steps in a row."""
+        state = self.state
+        if state.step % self.args.log_every and state.step % self.plan.steps and state.step < self.total_steps:
+            return
         run_folder.check_lock(self.folder)
         self.read_losses()
-        interval = self.metrics.reduce()
+        interval = {**self.metrics.reduce(), **self.loss_sums.reduce()}  # the first may fail, and loses nothing then
         scalars = [name.removeprefix(SCALAR) for name in interval if name.startswith(SCALAR)]
         means = {name: interval.pop(f"{SCALAR}{name}") / interval.pop(f"{CALLS}{name}") for name in scalars}
         for name, value in interval.items():
-            self.state.sums[name] = self.state.sums.get(name, 0.0) + value
-        figures = {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": self.last_norm, **means}
-        self.logger.log_training(self.state, interval, figures, self.rate.interval(self.state))
-        if self.state.bad_row >= self.args.max_bad_steps:
+            state.sums[name] = state.sums.get(name, 0.0) + value
+        figures = {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": state.grad_norm, **means}
+        self.logger.log_training(state, interval, figures, self.rate.interval(state))
+        if state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()
-            bad = f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps)"
-            raise RuntimeError(f"{bad}, the last of them step {self.state.step - 1}; {HINT}")
+            bad = f"{state.bad_row} steps in a row without a finite gradient (-max_bad_steps)"
+            raise RuntimeError(f"{bad}, the last of them step {state.step - 1}; {HINT}")
 
     def read_losses(self) -> None:
         """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
         losses.check_probabilities(self.loss)
         for norm in torch.stack(self.pending_norms).tolist() if self.pending_norms else ():
-            self.last_norm = norm
+            self.state.grad_norm = norm
             self.state.bad_row = 0 if math.isfinite(norm) else self.state.bad_row + 1
             self.state.bad_steps += not math.isfinite(norm)
-        means = torch.stack([loss for loss, _ in self.pending_losses]).tolist() if self.pending_losses else []
-        tensors = [count for _, count in self.pending_losses if isinstance(count, Tensor)]
-        read = iter(torch.stack(tensors).tolist() if tensors else ())
-        counts = [next(read) if isinstance(count, Tensor) else count for _, count in self.pending_losses]
-        for mean, count in zip(means, counts, strict=True):
+        for mean, count in torch.cat(self.pending_losses).tolist() if self.pending_losses else ():
             if math.isfinite(mean):
-                self.metrics.update({"loss": mean * count, "samples": count})
+                self.loss_sums.update({"loss": mean * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
     def validate(self) -> None:
-        """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
+        """Evaluate the validation sets, log the figures, keep the best weights: two ranks do. A stop ends it."""
         state, found = self.state, {}
         for split in self.val_splits:
             self.may_stop = True
             found[split] = self.evaluate(split)
             self.may_stop = False
             self.logger.log_evaluation(state, split, found[split])
-        state.validated, best = state.step, None
+        best = None
         if found:
             figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
             figures |= found[self.val_splits[0]]  # the first set's need no name in front
@@ -376,9 +384,12 @@ class Trainer:
                 self.save()  # the training up to here: the next start begins with the validation
                 self.checkpoints.finish()
                 raise
-            state.evaluations += 1
-        if best and not self.weights_fault():
-            self.checkpoints.best = self.whole_weights()
+        keeps = self.world.is_writer or self.world.rank == self.world.size - 1
+        kept = self.whole_weights(keeps) if best and not self.weights_fault() else None
+        self.is_whole, state.validated = False, state.step  # until what follows is done
+        state.evaluations += bool(found)
+        if best and kept is not None:
+            self.checkpoints.best = kept
             state.best = {**best, "epoch": math.ceil(state.step / self.plan.steps), "step": state.step}
         for split in found:
             self.on_evaluation(split, found[split])
@@ -439,13 +450,16 @@ class Trainer:
             return
         self.checks.run()
         self.read_losses()
-        self.state.unlogged = self.metrics.pending()
+        self.state.unlogged = {**self.loss_sums.pending(), **self.metrics.pending()}
+        self.checkpoints.save(*self.contents(), step=self.state.step, keep=keep)
+        self.saved = self.state.step, self.state.evaluated
+
+    def contents(self) -> tuple[dict[str, Tensor], dict]:
+        """Return what a checkpoint of this moment holds: live tensors, and entries of its manifest."""
         parts = find_parts(self)
         tensors = parts.weights()
         facts = {"state": dataclasses.asdict(self.state), "config": self.config, "states": parts.states(tensors)}
-        facts["about"] = runtime.describe(self.world)
-        self.checkpoints.save(tensors, facts, step=self.state.step, keep=keep)
-        self.saved = self.state.step, self.state.evaluated
+        return tensors, {**facts, "about": runtime.describe(self.world)}
 
     def weights_fault(self) -> str:
         """Return why the weights are not worth keeping, "" if they are; the same on all ranks."""
@@ -464,10 +478,10 @@ class Trainer:
         """
         yield
 
-    def whole_weights(self) -> dict[str, Tensor]:
+    def whole_weights(self, wanted: bool) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
         with self.evaluated_weights():
-            return weights.gather(model_tensors(self.model), self.world)
+            return weights.gather(model_tensors(self.model), wanted)
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
@@ -518,7 +532,7 @@ class Trainer:
             for split, values in (figures or {}).items():
                 self.logger.log_evaluation(self.state, split, values)
             self.checks.run()  # a subclass may have changed them since the last save
-            final = self.whole_weights()
+            final = self.whole_weights(self.world.is_writer)
             distributed.attempt(lambda: weights.write(self.folder / "final", final), self.world)
         self.save()
         self.checkpoints.close()

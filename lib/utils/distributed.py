@@ -7,6 +7,7 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` sha
 LEAST_MINUTES = 30.0  # that a collective waits: at the start data is fetched, a model compiled, a checkpoint read
 KERNELS = "MKL_CBWR MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA MKLDNN_MAX_CPU_ISA".split()
 KERNEL_VARIABLES = [f"{name}={os.environ[name]}" for name in KERNELS if os.environ.get(name)]  # change sums' bits
+LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 _left_groups = []  # process groups that this process left: `join`
 
 
@@ -67,9 +69,19 @@ def join(args: Namespace) -> Iterator[World]:
         dist.init_process_group(backend, timeout=timeout)
     yield check_same_flags(args, world)
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
+        all_reduce_max([0.0], world)  # srun ends what is left some time after the first task's end
         # Gloo's C++ parts end with the process. Destroying them keeps Python's lock, which their threads may need.
         _left_groups.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+
+
+def disconnect() -> None:
+    """Close this process's connections: the others then fail, as if it were gone, and wait for it no longer."""
+    for entry in [*Path("/dev/fd").iterdir()]:
+        # OSError: not a socket, or not connected.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(*LISTENS):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def place() -> World:
@@ -84,8 +96,8 @@ def place() -> World:
 
 def rendezvous() -> str:
     """Describe whom this process waits for at its start, where, and why."""
-    names = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    given = " ".join(f"{name}={os.environ[name]}" for name in names)
+    names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    given = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     return f"waiting for the other processes of the run, as torchrun or the environment says: {given}"
 
 

@@ -32,7 +32,7 @@ class Save:
     partial: Path  # the folder's name until it is published
     facts: dict  # more entries of the manifest
     keep: bool
-    best: dict[str, Tensor]  # the best weights, if they are written with it
+    best: dict[str, Tensor] | None  # the best weights, if they are written with it
     job: concurrent.futures.Future  # this rank's part
     written: bool = False  # by all ranks
 
@@ -43,16 +43,16 @@ class Checkpoints:
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
         self.folder, self.world, self.keep_last = folder, world, keep_last
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-        self.number = 0  # of the last save
+        self.number = self.opened = 0  # of the last save, and of the newest one when this start began
         self.saving: Save | None = None
         self.failures = 0  # in a row
         self.saved_at = time.monotonic()  # when the last save began
-        # The best weights, of `weights.gather`, for the next save: no checkpoint that names them comes before them.
-        self.best: dict[str, Tensor] = {}
+        # The best weights, for the next save, {} on ranks without them: no checkpoint that names them comes before.
+        self.best: dict[str, Tensor] | None = None
 
     def open(self) -> None:
         """Remove what crashes left in the run's folder. Call it before all else."""
-        self.number = max(self.world.on_writers(self._sweep))
+        self.number = self.opened = max(self.world.on_writers(self._sweep))
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         """Raise UsageError if saves with these tensors, those of all modules, could never be written."""
@@ -87,7 +87,7 @@ class Checkpoints:
         facts = {**facts, "tensors": shards.schema(tensors)}
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
         copies = shards.copy_to_cpu(blocks.items())
-        best, self.best = self.best, {}
+        best, self.best = self.best, None
         job = self.thread.submit(self._write, partial, copies, metadata, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
@@ -134,8 +134,8 @@ class Checkpoints:
         checkpoints = run_folder.list_checkpoints(self.folder)
         return run_folder.checkpoint_number(checkpoints[0].name) if checkpoints else 0
 
-    def _write(self, partial: Path, blocks: dict, metadata: dict, best: dict[str, Tensor]) -> dict:
-        weights.write(self.folder.parent / "best", best)
+    def _write(self, partial: Path, blocks: dict, metadata: dict, best: dict[str, Tensor] | None) -> dict:
+        weights.write(self.folder.parent / "best", best if best and self.world.is_writer else {})
         for folder in (self.folder, partial) if blocks else ():  # no parents: a run's folder that is gone stays gone
             folder.mkdir(exist_ok=True)
         file = shards.file_name(self.world.rank)
@@ -156,7 +156,7 @@ class Checkpoints:
             atomic.remove_folder(folder)
 
     def _fail(self, save: Save, reason: str) -> None:
-        self.saving, self.best = None, self.best or save.best
+        self.saving, self.best = None, save.best if self.best is None else self.best
         self.failures += 1
         if self.world.is_writer:
             shutil.rmtree(save.partial, ignore_errors=True)

@@ -236,7 +236,7 @@ def restore_state(past: Past | None, plan: Plan) -> State:
         step = epochs * plan.steps + min(done * old.batch // plan.batch, plan.steps - 1)
         saved.validated = step if saved.validated == saved.step else 0
         saved.step, saved.evaluated = step, saved.evaluated or done > 0
-    saved.epoch = saved.step // plan.steps
+    saved.epoch = (saved.step - (not saved.evaluated)) // plan.steps  # the next one begins with what is due
     # A run that now ends here begins with its last validation.
     saved.evaluated &= saved.step < plan.total_steps or saved.validated == saved.step
     return saved

@@ -60,6 +60,21 @@ def checkpoint_number(name: str) -> int:
     return int(match[1] or 0) if match else 0
 
 
+def take_over(run: Path, launch: str, seconds: float) -> None:
+    """Wait for the lock: the process of this run that had it may be lost. Raises OSError if another launch has it."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(_locks[run], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+    if read_json(run / "outcome.json").get("launch") != launch:
+        raise OSError(errno.EBUSY, "another start has the run's folder", str(run))
+
+
 def check_lock(run: Path) -> None:
     """Raise OSError if the run's lock is another file than at the start: another process has the folder now."""
     path = run / ".lock"
@@ -140,7 +155,7 @@ class RunFolder:
             nodes.on_writers(lambda: None if nodes.is_main else self._wait_for_lock(job))
         if not self.world.is_writer:
             with contextlib.suppress(FileNotFoundError):  # a network disk may show it later
-                _locks[self.path] = files.open_regular(self.path / ".lock", "r")
+                _locks[self.path] = files.open_regular(self.path / ".lock", "r+")
 
     def _wait_for_lock(self, job: str | None) -> dict[str, Any]:
         """Take the lock, and return what is in it. Wait for another process that has it: it may be saving.
@@ -206,7 +221,8 @@ class RunFolder:
             return
         before, lost = read_json(self.path / "outcome.json"), is_lost_peer(error)
         known = before.get("state") == "failed" and before.get("launch") == self.world.launch
-        if not known or (before.get("lost_peer") and not lost):
+        taken = self.begun and before.get("launch") != self.world.launch  # by another start
+        if not taken and (not known or (before.get("lost_peer") and not lost)):
             text = f"{type(error).__name__}: {error}"
             text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
             reason = f"rank {self.world.rank}: " + (f"lost another process ({text})" if lost else text)

@@ -35,6 +35,7 @@ class State:
     validated: int = 0  # the step of the last one
     evaluated: bool = True  # whether what is due after the last step, as a validation, is done
     samples: int = 0  # training samples
+    grad_norm: float = float("nan")  # of the last step, as far as it was read from the device
     bad_steps: int = 0  # steps that were skipped, as far as they were read from the device
     bad_row: int = 0  # of these, in a row until now
     best: dict | None = None  # metric, value, epoch and number of the validation of the weights in best/
@@ -87,7 +88,7 @@ def _check_state(state: dict) -> None:
     names = ("epoch", "step", "evaluations", "validated", "samples", "bad_steps", "bad_row")
     if not all(type(state[name]) is int and 0 <= state[name] < 1 << 53 for name in names):
         raise ValueError("a number of steps is none")
-    figures = [*state["sums"].values(), *itertools.chain(*state["unlogged"].values())]
+    figures = [state.get("grad_norm", 0.0), *state["sums"].values(), *itertools.chain(*state["unlogged"].values())]
     if best := state["best"]:
         figures += [best[name] for name in ("value", "score", "epoch", "step", "evaluation")]
     is_named = best is None or isinstance(best["metric"], str)

@@ -21,10 +21,10 @@ OTHERS = "scripts.other_weights", "weights of other programs"
 IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
 
 
-def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return whole copies on the CPU, on the ranks that write them; {} elsewhere. All ranks call this."""
+def gather(tensors: dict[str, Tensor], wanted: bool) -> dict[str, Tensor]:
+    """Return whole copies on the CPU, on the ranks where they are `wanted`; {} elsewhere. All ranks call this."""
     whole = ((name, one.full_tensor() if shards.is_sharded(one) else one) for name, one in tensors.items())
-    return shards.copy_to_cpu((name, one.detach()) for name, one in whole if world.is_writer)
+    return shards.copy_to_cpu((name, one.detach()) for name, one in whole if wanted)
 
 
 def not_finite(model: nn.Module, world: World) -> list[str]:

@@ -29,12 +29,12 @@ class MetricsTracker(Sums):
     @property
     def local(self) -> defaultdict[str, float]:
         """The sums of this process since the last reduce(), or else those of that. Waits for the device."""
-        sums = {name: math.fsum(exact_terms(terms)) for name, terms in self._local.items()}
+        sums = {name: math.fsum(exact_terms(terms)) for name, terms in self.terms.items()}
         return defaultdict(float, sums or self._reduced)
 
     def reset_local(self):
         """Forget what was added since the last reduce()."""
-        self._local, self._reduced = {}, {}
+        self.terms, self._reduced = {}, {}
         return self
 
     def end_epoch(self):

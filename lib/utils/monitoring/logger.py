@@ -82,10 +82,7 @@ class Logger:
             return
         within = f"  step {state.step}/{self.plan.total_steps}" if state.step % self.plan.steps else ""
         log.info("%s%s  %s  %s", self._epoch(state.step), within, split, console.format_metrics(figures))
-        tagged = {f"{split}/{name}": value for name, value in figures.items()}
-        if state.step == self.start_step and self.logged & tagged.keys():
-            return
-        self._write(state, tagged)
+        self._write(state, {f"{split}/{name}": value for name, value in figures.items()})
 
     def close(self, outcome: dict | None = None) -> None:
         """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
@@ -125,6 +122,8 @@ class Logger:
         return f"epoch {max(1, math.ceil(step / self.plan.steps))}/{self.plan.epochs}"
 
     def _write(self, state: Any, tagged: dict) -> None:
+        if state.step == self.start_step and self.logged & tagged.keys():
+            return
         if self._board:  # first: it has every line of metrics.jsonl, also after kill -9
             try:
                 for tag, value in tagged.items():

@@ -24,10 +24,12 @@ class Sums:
     """Named sums of this process; `reduce`, which every rank calls equally often, adds up those of all ranks.
 
     They are exact until they are rounded once: no order of additions changes a bit. Ranks may have different names.
+    With `alone`, all ranks have the same sums, and each reduces its own.
     """
 
-    def __init__(self):
-        self._local: dict[str, list] = {}
+    def __init__(self, alone: bool = False):
+        self.alone = alone
+        self.terms: dict[str, list] = {}
         self.counts = True  # whether `update` does anything: not for padding
 
     def update(self, values: dict[str, Any]) -> Any:
@@ -35,7 +37,7 @@ class Sums:
         for name, value in values.items() if self.counts else ():
             if isinstance(value, Tensor) and value.ndim:
                 raise ValueError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
-            terms = self._local.setdefault(name, [])
+            terms = self.terms.setdefault(name, [])
             terms.append(value.detach() if isinstance(value, Tensor) else value)
             if len(terms) > MAX_TERMS:
                 terms[:] = exact_terms(terms)
@@ -44,21 +46,21 @@ class Sums:
     def reduce(self) -> Any:
         """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
         totals = self.pending()
-        self._local = {}
+        self.terms = {}
         return {name: math.fsum(terms) for name, terms in totals.items()}
 
     def pending(self) -> dict[str, list[float]]:
         """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
-        mine = {name: exact_terms(terms) for name, terms in sorted(self._local.items())}
+        mine = {name: exact_terms(terms) for name, terms in sorted(self.terms.items())}
         total = Sums()
-        for sums in distributed.gather(mine, distributed.current_world()):
+        for sums in distributed.gather(mine, distributed.World() if self.alone else distributed.current_world()):
             total.add(sums)
-        return {name: exact_terms(terms) for name, terms in total._local.items()}
+        return {name: exact_terms(terms) for name, terms in total.terms.items()}
 
     def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
         for name, terms in sums.items():
-            self._local.setdefault(name, []).extend(terms)
+            self.terms.setdefault(name, []).extend(terms)
 
 
 def exact_terms(terms: list) -> list[float]:

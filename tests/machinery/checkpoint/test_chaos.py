@@ -1,5 +1,5 @@
-"""kill -9 and SIGTERM at random instants, of ranks and parents: only steps since the last save are lost, and every
-run ends as an uninterrupted one. scripts/chaos.py does the same for longer."""
+"""kill -9 and SIGTERM at random instants, of ranks and parents: steps since the last save are lost at most, none if
+one process of several is killed. Every run ends as an uninterrupted one. scripts/chaos.py does so for longer."""
 
 import sys
 
@@ -21,3 +21,11 @@ def test_sixteen_kills_with_changing_numbers_of_ranks_and_loaders_change_no_bit_
     targets, signals = (set(kinds) for kinds in zip(*tally.kills))
     assert len(targets) == 3 and len(signals) == 2 and tally.switches > 4
     assert tally.early + tally.late < 13, "many kills must hit a run during training, even on a busy machine"
+
+
+@pytest.mark.timeout(600)
+def test_ten_kills_of_one_process_of_several_cost_no_step(tmp_path):
+    tally = chaos.Tally()
+    chaos.storm(tmp_path, tally, 10, [2, 3], seed=2, base=f"{chaos.RUN} -epochs 2", lost=True)
+    message = "\n".join(tally.lines())
+    assert tally.faults == 0 and tally.survived > 2, message

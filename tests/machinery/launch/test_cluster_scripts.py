@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT
+from processes import ROOT, fake_program
 
 import train
 
@@ -25,12 +25,6 @@ def project(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
     return tmp_path
-
-
-def fake_program(folder: Path, name: str, text: str):
-    """Write bin/NAME, a bash script."""
-    (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-    (folder / "bin" / name).chmod(0o755)
 
 
 def bash(folder: Path, command: str, **variables) -> str:
@@ -95,7 +89,7 @@ def test_the_sbatch_file_gives_torchrun_the_address_of_the_host_and_says_which_n
     fake_program(project, "python_of_the_job", python)
     job = {"SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
     job |= {"SLURM_SUBMIT_DIR": str(project), "PYTHON": str(project / "bin" / "python_of_the_job")}
-    flags = f"-epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {flags}"
+    flags = f"-epochs 3 -grace_s 89.5 -cache_dir cache {flags}"
     command = f"bash scripts/slurm/train.sbatch {flags} || [ $? = 1 ]"
     output = bash(project, command, **job, **variables)
     heads, hosts, own = (
@@ -109,8 +103,7 @@ def test_the_sbatch_file_gives_torchrun_the_address_of_the_host_and_says_which_n
     assert output.count(f"arg --nproc-per-node={processes}\n") == 2
     assert output.count("\nGLOO_SOCKET_IFNAME=") == (2 if interface else 0)
     assert not interface or f"\nGLOO_SOCKET_IFNAME={interface}\n" in output
-    assert "\nTORCH_LOGS=+distributed\n" in output, "-debug_dist also applies to the agent"
-    assert f"\nXDG_CACHE_HOME={project}/cache\n" in output and "arg -debug_dist\n" in output
+    assert f"\nXDG_CACHE_HOME={project}/cache\n" in output
     history = project / "out" / "digits_convnet" / "slurm" / "5.json"
     assert history.exists() and output.splitlines().count(f"BATON_HISTORY={history}") == 2
     assert output.count("\nTORCH_ELASTIC_SHUTDOWN_TIMEOUT=95\n") == 2, "torchrun waits longer than -grace_s"
@@ -122,12 +115,12 @@ def test_an_elastic_agent_uses_the_address_from_which_it_reaches_the_head_node(p
     flags = "./scripts/elastic.sh -epochs 3"
     output = bash(project, flags, HEAD="127.0.0.1:29400", PER_NODE="1")
     assert "arg --rdzv_endpoint=127.0.0.1:29400\n" in output and "\nPET_LOCAL_ADDR=127.0.0.1\n" in output
-    assert "\nGLOO_SOCKET_IFNAME=lo\n" in output and "TORCH_LOGS" not in output and "is_host=1" in output
-    output = bash(project, f"{flags} -debug_dist -gpus 2,3", HEAD="nowhere.invalid:1", SYSTEMNAME="jusuf")
+    assert "\nGLOO_SOCKET_IFNAME=lo\n" in output and "is_host=1" in output
+    output = bash(project, f"{flags} -gpus 2,3", HEAD="nowhere.invalid:1", SYSTEMNAME="jusuf")
     assert "arg --nproc_per_node=2\n" in output
     assert "arg --rdzv_endpoint=nowherei.invalid:1\n" in output and "is_host=0" in output
     assert "PET_LOCAL_ADDR" not in output
-    assert "\nGLOO_SOCKET_IFNAME=ib0\n" in output and "\nTORCH_LOGS=" in output
+    assert "\nGLOO_SOCKET_IFNAME=ib0\n" in output
     other = bash(project, flags, HEAD="localhost:1", PER_NODE="1", GLOO_SOCKET_IFNAME="mine", IS_HOST="0")
     assert "\nGLOO_SOCKET_IFNAME=mine\n" in other and "is_host=0" in other
     own = bash(project, flags, HEAD=f"{socket.gethostname()}:1", PER_NODE="1")

@@ -18,7 +18,7 @@ from scripts import agent
 def bare(monkeypatch, tmp_path):
     """An environment without any of these variables."""
     before = dict(os.environ)
-    ours = (*environment.CACHES, *environment.DEBUG, *environment.OPENMP_SPIN)
+    ours = (*environment.CACHES, *environment.OPENMP_SPIN)
     for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG"):
         os.environ.pop(name, None)
     os.environ["USER"] = "ann"
@@ -42,20 +42,16 @@ def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/mine/torchinductor"
 
 
-def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bare, tmp_path):
-    """In a real run of two processes torch's C++ code and the process group log, inductor's cache is in -cache_dir,
-    and the user's own setting is kept."""
+def test_caches_are_set_before_torch_is_imported(bare, tmp_path):
+    """In a real run of two processes inductor's cache is in -cache_dir."""
     code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
-    flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -debug_dist -cache_dir {tmp_path} -out {tmp_path}".split()
-    env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -cache_dir {tmp_path} -out {tmp_path}".split()
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *flags]
-    loud = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert loud.returncode == 75, loud.stderr
-    for message in ("TCPStore", "Reducer"):
-        assert any(message in line and "[I" in line for line in loud.stderr.splitlines()), message
-    caches = {name: str(tmp_path / part) for name, part in environment.CACHES.items()}
-    for name, value in {**environment.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
-        assert f"'{name}': '{value}'" in loud.stdout
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+    for name, part in environment.CACHES.items():
+        assert f"'{name}': '{tmp_path / part}'" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,6 @@ QUIET = "stopped at once, as there was nothing to save"
 SOON_S = 30  # seconds until a run reacts, on a machine with other work
 
 
-def signal_all(run, number):
-    os.killpg(run.pid, number)
-
-
-def signal_rank(rank):
-    def send(run, number):
-        os.kill(run.wait_for_notes(2)[rank]["pid"], number)
-
-    return send
-
-
 def wait_until_noticed(run, number):
     """Wait until a rank has noticed this signal and wants to stop."""
     message, logs = f"signal {number.name}: stopping", run.folder / "logs"
@@ -52,10 +41,6 @@ def wait_until_stopped(run, reason) -> int:
     return outcome["step"]
 
 
-def new_stop(folder, world=None):
-    return preemption.Stop(folder, world or World(), max_hours=None, grace_s=60, limit_steps=None)
-
-
 def check_resumes(start, name, uninterrupted, *flags, **how):
     """Check that the next start of a run resumes and ends as if it had not been interrupted."""
     run = start(name, *flags, **how)
@@ -66,12 +51,12 @@ def check_resumes(start, name, uninterrupted, *flags, **how):
     assert run.weights() == uninterrupted.weights()
 
 
-@pytest.mark.parametrize(("send", "workers"), [(signal_rank(1), 0), (signal_all, 2)])
-def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, uninterrupted, send, workers):
+@pytest.mark.parametrize(("to_all", "workers"), [(False, 0), (True, 2)])
+def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, uninterrupted, to_all, workers):
     run = start("signalled", "-workers", workers, fault=PAUSE)
-    run.wait_for_notes(2)
+    rank_1 = run.wait_for_notes(2)[1]["pid"]
     for _ in range(3):  # repeated signals change nothing
-        send(run, signal.SIGTERM)
+        os.kill(-run.pid if to_all else rank_1, signal.SIGTERM)
     wait_until_noticed(run, signal.SIGTERM)
     run.release()
     assert wait_until_stopped(run, "SIGTERM") == NEXT
@@ -83,7 +68,7 @@ def test_the_interval_between_votes_stays_short_on_a_gpu_whose_steps_are_queued(
     """After a wait the next steps are queued at once and seem to take no time. Here a step takes 1 s, four are in the
     queue, and a log line every ten steps waits for the GPU."""
     clock, queue, votes = [0.0], [], []
-    stop = new_stop(Path("nowhere"), World(size=2))
+    stop = preemption.Stop(Path("nowhere"), World(size=2), max_hours=None, grace_s=60, limit_steps=None)
     monkeypatch.setattr(stop, "is_requested", lambda: bool(votes.append(clock[0])))
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(preemption.distributed, "all_reduce_max", lambda values, world: values)
@@ -185,9 +170,8 @@ def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uni
     flags = ("-arch", "mlp", "-epochs", 3)
     for number in (signal.SIGTERM, signal.SIGINT):
         run = start("early", *flags, command=["train.py"])
-        until(
-            lambda maps=Path(f"/proc/{run.pid}/maps"): "libtorch_cpu" in maps.read_text()
-        )  # torch is being imported
+        maps = Path(f"/proc/{run.pid}/maps")
+        until(lambda maps=maps: "libtorch_cpu" in maps.read_text())  # torch is being imported
         os.kill(run.pid, number)
         assert run.wait() == 75, run.text()
         assert run.text() == f"train.py: {number.name} before or after the training: {QUIET}\n"

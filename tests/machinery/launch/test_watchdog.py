@@ -14,8 +14,8 @@ import processes
 import pytest
 import torch
 from command_line import parsed, plugin_folder
+from items import Items
 from runs import plugins
-from torch.utils.data import Dataset
 
 import train
 from lib import launch
@@ -31,7 +31,7 @@ TIMEOUT_S = 0.6  # of the run in a process that steps by itself
 
 def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start):
     fault = {"do": "send_signal", "signal": "SIGSTOP", "step": 45, "rank": 0}
-    run = start("frozen", "-hang_minutes", MINUTES, fault=fault, cpu=3, env={"VOTE_S": "1"})
+    run = start("frozen", "-hang_minutes", MINUTES, "-grace_s", 5, fault=fault, cpu=3, env={"VOTE_S": "1"})
     assert run.wait() == 1, run.text()
     assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < MINUTES * 60 + SOON_S
     outcome = run.outcome()
@@ -135,16 +135,6 @@ def step_until_message(folder, reader):
             watchdog.moved(step=3)
 
 
-class Waits(Dataset):
-    """Waits for ever at its first sample."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        threading.Event().wait()
-
-
 class WaitsInForward(torch.nn.Linear):
     """Waits for ever in its first pass."""
 
@@ -153,20 +143,19 @@ class WaitsInForward(torch.nn.Linear):
 
 
 ZEROS = Tensors(torch.zeros(16, 64), torch.zeros(16, dtype=torch.int64))
+WAITS = Items([threading.Event().wait] * 16)
+
+
+WAITS_FOR_LOADERS = "waiting for a batch of Items from 1 loader processes (-workers); they hand it over in /dev/shm, "
+WAITS_FOR_LOADERS += "which has 8 MB free: docker run --shm-size=8g, a smaller -micro_batch, or -workers 0"
 
 
 @pytest.mark.parametrize(
     ("dataset", "model", "flags", "message"),
     [
         (lambda args: threading.Event().wait(), None, "", "get_dataset of -dataset waits"),
-        (lambda args: Waits(), None, "-workers 0", "waiting for a batch of Waits from this process"),
-        (
-            lambda args: Waits(),
-            None,
-            "-workers 2",
-            "waiting for a batch of Waits from 1 loader processes (-workers); they hand it over in /dev/shm, which "
-            "has 8 MB free: docker run --shm-size=8g, a smaller -micro_batch, or -workers 0",
-        ),
+        (lambda args: WAITS, None, "-workers 0", "waiting for a batch of Items from this process"),
+        (lambda args: WAITS, None, "-workers 2", WAITS_FOR_LOADERS),
         (lambda args: ZEROS, lambda args: threading.Event().wait(), "", "building -arch waits"),
         (lambda args: ZEROS, lambda args: WaitsInForward(64, 4), "-workers 2", "computing a batch"),
     ],

@@ -56,7 +56,7 @@ def test_update_does_not_read_the_value_of_a_tensor_and_keeps_no_graph():
     for _ in range(3):
         tracker.update({"loss": torch.empty((), device="meta")})  # a meta tensor raises as soon as it is read
     tracker.reset_local().update({"loss": weight * 2})
-    assert not tracker._local["loss"][0].requires_grad and tracker.reduce().local == {"loss": 2.0}
+    assert not tracker.terms["loss"][0].requires_grad and tracker.reduce().local == {"loss": 2.0}
 
 
 @settings(deadline=None, derandomize=True)
@@ -76,7 +76,7 @@ def test_a_long_sum_keeps_few_terms(monkeypatch):
     sums, values = metrics.Sums(), [1e16, 0.1, -1e16, 0.3] * 25
     for value in values:
         sums.update({"loss": torch.tensor(value, dtype=torch.float64)})
-        assert len(sums._local["loss"]) <= 10
+        assert len(sums.terms["loss"]) <= 10
     assert sums.reduce() == {"loss": math.fsum(values)}
 
 
@@ -165,9 +165,6 @@ def test_a_full_disk_gives_a_warning_and_leaves_no_incomplete_line(tmp_path, cap
     assert f"cannot write {path}" in caplog.text
 
 
-# The answers of a classifier
-
-
 def test_answers_are_counted_by_class():
     answers = metrics.Predictions(nn.CrossEntropyLoss(), 3, World())
     targets, given = torch.tensor([0, 1, 2, 1, -100, 255]), torch.tensor([0, 2, 2, 1, 1, 1])
@@ -197,9 +194,6 @@ def test_f1_is_that_of_scikit_learn_for_labels_of_any_type(kind, classes):
     answers = metrics.Predictions(nn.CrossEntropyLoss(), classes, World())
     answers.add(targets.to(kind), outputs, len(targets))
     assert answers.figures() == {"f1": pytest.approx(f1_score(targets, outputs.argmax(1), average="macro"))}
-
-
-# The logger, and the one that does nothing
 
 
 def methods(kind):

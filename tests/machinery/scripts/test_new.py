@@ -13,7 +13,7 @@ from processes import CLEAN, ROOT
 OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 NAME = "twenty-four-letter-names"
 NEW = ("arch", "dataset", "trainer")
-SLURM = [f"lib/launch/{name}" for name in ("slurm", "requeue")]
+SLURM = ["lib/launch/slurm", "scripts/slurm/requeue"]
 SCRIPTS = [f"scripts/{name}" for name in ("track", "tensorboard_server", "debug", "evaluation")]
 READERS = ["scripts/other_weights", "scripts/tar_index"]
 LAYER = "    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # "

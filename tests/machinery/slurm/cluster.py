@@ -40,6 +40,7 @@ def add_args(parser):
     parser.set_defaults(arch="mlp", epochs=3, micro_batch=16, log_every=2)
     parser.add_argument("-slow_s", type=float, default=0.02, help="seconds a micro-batch takes")
     parser.add_argument("-slow_deadly", type=int, default=0, help="micro-batches before it kills itself")
+    parser.add_argument("-slow_lost", type=int, default=0, help="micro-batches before rank 1 kills itself, once")
 
 
 class Slow(Tensors):
@@ -49,7 +50,8 @@ class Slow(Tensors):
         time.sleep(self.args.slow_s)
         self.done += 1
         mark = Path(self.args.out) / f"{self.args.model}.deadly"
-        if self.args.slow_deadly and (mark.exists() or self.done > self.args.slow_deadly):
+        is_lost = os.environ["RANK"] == "1" and self.done == self.args.slow_lost > 0 and not mark.exists()
+        if is_lost or (self.args.slow_deadly and (mark.exists() or self.done > self.args.slow_deadly)):
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitems__(indices)
@@ -138,9 +140,8 @@ class Cluster:
 
     def submit_urgent(self, seconds: float) -> str:
         """Submit a job that preempts the jobs on all nodes."""
-        return self.run(
-            "sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", f"sleep {seconds}"
-        ).strip()
+        command = "sbatch --parsable -purgent -N2 --exclusive -o/dev/null --wrap".split()
+        return self.run(*command, f"sleep {seconds}").strip()
 
     def job(self, job: str) -> dict[str, str]:
         """The fields of `scontrol show job`."""

@@ -13,10 +13,11 @@ from command_line import parsed
 from processes import ROOT
 
 from lib import launch
-from lib.launch import local, requeue, slurm
+from lib.launch import local, slurm
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
+from scripts.slurm import requeue
 
 START = {"restart": 0, "checkpoint": "000002_step_20", "outcome": 1, "in_vain": False}
 RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTime": "None"}
@@ -135,7 +136,7 @@ def fake_scontrol(folder: Path, job: str):
 
 
 def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeue(stopped):
-    code = [sys.executable, "-m", "lib.launch.slurm", "after", str(stopped), "0"]
+    code = [sys.executable, "-m", "scripts.slurm.requeue", str(stopped), "0"]
     run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 75 and "type: scontrol requeue 12" in run.stdout
     assert "requeued" not in json.loads(stopped.read_text())
@@ -237,7 +238,7 @@ def test_modules_that_may_receive_a_signal_early_are_imported_without_torch():
     written without the tensors of FSDP, whose import takes long."""
     checkpoint = "lib.utils.checkpoint"
     for modules, avoided in (
-        (f"lib.launch.slurm, lib.launch.requeue, {checkpoint}.run_folder, {checkpoint}.atomic", "torch"),
+        (f"lib.launch.slurm, scripts.slurm.requeue, {checkpoint}.run_folder, {checkpoint}.atomic", "torch"),
         ("scripts.status", "torch"),
         (f"{checkpoint}.manager, {checkpoint}.resume, {checkpoint}.weights", "torch.distributed.tensor"),
     ):

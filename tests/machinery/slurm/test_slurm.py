@@ -97,6 +97,17 @@ def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals
         assert distance(out / name, out / "here_2") == 0.0
 
 
+def test_a_lost_task_costs_no_step(slurm, uninterrupted, out):
+    job = slurm.submit(f"-model one_lost -cpu 1 {LONG} -slow_lost 50")
+    job_info = slurm.wait_for_end(job)
+    assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("one_lost")()
+    saved, resumed = (
+        re.search(text, slurm.log("one_lost")()) for text in (r"step (\d+) is saved", r"resuming .*step (\d+)")
+    )
+    assert saved and resumed and saved[1] == resumed[1] and int(saved[1]) % 20, slurm.log("one_lost")()
+    assert distance(out / "one_lost", uninterrupted) == 0.0
+
+
 def test_a_cancelled_run_is_saved_and_is_not_requeued(slurm, out):
     job = slurm.submit(f"-model given_up -cpu 1 {LONG}")
     slurm.wait_until_it_trains("given_up", step=2)
@@ -152,12 +163,10 @@ def test_slurm_dry_prints_the_script_and_writes_nothing(slurm, out):
     flags += "-slurm_arg account=me -slurm_arg mem=1536M -slurm_arg exclusive -slurm_arg comment=a'b -model dry"
     output = slurm.run_here(flags)
     options = {line.removeprefix("#SBATCH --") for line in output.splitlines() if line.startswith("#SBATCH")}
-    wanted = (
-        "nodes=1 gpus-per-node=2 ntasks-per-node=2 partition=general time=90 cpus-per-task=3 account=me mem=1536M"
-    )
-    wanted += " signal=USR2@60 exclusive requeue open-mode=append job-name=dry"
+    wanted = "nodes=1 gpus-per-node=2 ntasks-per-node=2 partition=general time=90 cpus-per-task=3 account=me"
+    wanted += " mem=1536M signal=USR2@60 exclusive requeue open-mode=append job-name=dry"
     assert options >= {*wanted.split(), """#SBATCH '--comment=a'"'"'b'"""}
-    assert "--kill-on-bad-exit=1" in output
+    assert "--wait=61" in output
     assert "Job " in output and " to start at " in output
     assert not (out / "dry").exists()
 

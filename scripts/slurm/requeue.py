@@ -1,4 +1,4 @@
-"""Decides whether a Slurm job whose run was interrupted is requeued.
+"""Decides whether a Slurm job whose run was interrupted is requeued: the job's shell runs it after the tasks.
 
 JOB.json in the job's folder has what the job's last start found: the run's newest checkpoint and outcome. `verdict`
 decides from that, from outcome.json and from Slurm's facts on the job. Imports no torch, to be quick.
@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from lib.utils.checkpoint import atomic, run_folder
@@ -125,3 +126,7 @@ def newest_checkpoint(run: Path) -> str | None:
 def write_history(history: Path, facts: dict) -> None:
     """Replace JOB.json."""
     atomic.write_file(history, json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(finish_job(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,70 @@
+"""Saves the last whole step when another process is lost (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
+
+An exchange with a lost process fails before any optimizer runs. So each process that is left has the weights and the
+state of its last whole step, and may be one step behind another. A fork may delete this file and its calls.
+"""
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from lib.utils import distributed, watchdog
+from lib.utils.checkpoint import run_folder
+from lib.utils.checkpoint.manager import Checkpoints
+from lib.utils.distributed import World
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def saving(trainer: Any) -> Iterator[None]:
+    """Save the trainer's last whole step if another process is lost in the block, unless one of those left has."""
+    try:
+        yield
+    except Exception as error:
+        if trainer.world.size > 1 and trainer.is_whole and trainer.checks.steps and run_folder.is_lost_peer(error):
+            watchdog.begin("saving the last whole step, as another process is lost")
+            try:
+                save(trainer)
+            except Exception as fault:  # noqa: BLE001  # the first error is the cause
+                log.error("rank %d does not save the last whole step: %s", trainer.world.rank, fault)
+        raise
+
+
+def save(trainer: Any) -> None:
+    """Publish a checkpoint of the last whole step, without the other ranks, unless one of them has done so.
+
+    Raises OSError or RuntimeError if this rank cannot.
+    """
+    if trainer.plan.engine != "exact" or trainer.args.parallel == "fsdp" or trainer.world.device.type != "cpu":
+        raise RuntimeError("each rank has all of it only on the CPU, without FSDP, and not with -deterministic no")
+    distributed.disconnect()
+    if trainer.checks.changed or trainer.engine.buffers.others:
+        raise RuntimeError("a pass changes more than running statistics, as a counter, a queue or a teacher")
+    trainer.engine.buffers.restore()
+    trainer.read_losses()
+    # What else each process has counted since the last log line is lost in part: that line has null for it.
+    counted = {name: [math.nan] for name in trainer.metrics.terms}
+    trainer.state.unlogged = {**trainer.loss_sums.pending(), **counted}
+    saves, step = trainer.checkpoints, trainer.state.step
+    saves.thread.shutdown()  # it may be writing this rank's part of a save in flight
+    best = saves.best
+    if best is None and saves.saving and not saves.saving.folder.exists():
+        best = saves.saving.best
+    run_folder.take_over(trainer.folder, trainer.world.launch, trainer.args.grace_s)
+    alone = Checkpoints(saves.folder, World(), keep_last=saves.keep_last)
+    alone.open()
+    newest = [one.name for one in run_folder.list_checkpoints(saves.folder)[:1]]
+    if newest and alone.number > saves.opened and int(newest[0].rpartition("_")[2]) >= step:
+        return
+    if best == {}:
+        raise RuntimeError("the new best weights are on other ranks, and not yet on disk")
+    alone.number, alone.best = max(alone.number, saves.number), best
+    every = trainer.args.keep_every
+    keep = bool(every) and trainer.state.evaluated and trainer.is_due(f"{every}epochs")
+    alone.save(*trainer.contents(), step=step, keep=keep)
+    alone.close()
+    sys.stderr.write(f"train.py: step {step} is saved; resume: python train.py -cfg {trainer.folder}/config.yaml\n")

@@ -1,0 +1,239 @@
+"""Processes are killed at every place of a run: those left save the last whole step, and no bit differs after it."""
+
+import errno
+import os
+import signal
+from typing import ClassVar
+
+import pytest
+import torch
+from runs import lines, norm_net, outcome, plugins, run, same_tensors
+from saves import PLUGINS, SMALL, at_step, bits, kept, log_of, steps, tensors
+
+from lib.launch import local
+from lib.trainer import ema, trainer
+from lib.utils.checkpoint import run_folder, shards
+from lib.utils.checkpoint.state import read_manifest
+from lib.utils.distributed import World
+
+FLAGS = f"{SMALL} -trainer deadly -log_every 2 -eval_every 3steps -save_every 3steps"
+
+
+class Deadly(trainer.Trainer):
+    """Ranks kill themselves at a place of a step: {rank: (place, step)}."""
+
+    deaths: ClassVar[dict[int, tuple[str, int]]] = {}
+
+    def reach(self, place):
+        if self.deaths.get(self.world.rank) == (place, self.state.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def training_step(self, batch):
+        self.reach("pass")
+        return super().training_step(batch)
+
+    def optimizer_step(self):
+        self.reach("update")
+        return super().optimizer_step()
+
+    def after_step(self):
+        if self.state.step == 7:
+            self.checkpoints.finish()  # that of step 6 is there
+        self.reach("vote")
+        super().after_step()
+
+    def evaluation_step(self, model, batch, count):
+        self.reach("evaluation")
+        return super().evaluation_step(model, batch, count)
+
+    def on_evaluation(self, split, figures):
+        self.reach("evaluated")
+
+    def contents(self):
+        self.reach("save")
+        return super().contents()
+
+
+class DeadlyAverage(Deadly, ema.Trainer):
+    """The same with averaged weights."""
+
+
+class Counting(Deadly):
+    """It counts passes, in an attribute that has a state."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.tally = Tally()
+
+    def training_step(self, batch):
+        self.tally.passes += 1
+        return super().training_step(batch)
+
+
+class Tally:
+    passes = 0
+
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes = state["passes"]
+
+
+class CountingNet(torch.nn.Sequential):
+    """It counts passes, in a buffer."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.passes += 1
+        return super().forward(x)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """A run of three processes that nobody kills, with a checkpoint of each step."""
+    arch = {**PLUGINS["arch"], "counting": lambda args: CountingNet(*norm_net(args))}
+    with plugins(dataset=PLUGINS["dataset"], arch=arch, trainer={"deadly": Deadly, "counting": Counting}):
+        yield run(tmp_path_factory.mktemp("truth"), f"{FLAGS} -cpu 3 -save_every 1steps -keep_last 99")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(local, "SHUTDOWN_S", 0.3)
+
+
+def killed(patch, out, deaths, size=3, more=""):
+    """A run whose ranks die so."""
+    with patch.context() as now:
+        now.setattr(Deadly, "deaths", deaths)
+        return run(out, f"{FLAGS} -cpu {size} {more}", wanted=1)
+
+
+def holds_the_step(folder, truth, step):
+    """Whether the newest checkpoint has what one holds that is saved at this step on purpose."""
+    made, wanted = (one / "checkpoints" / at_step(one, step) for one in (folder, truth))
+    one, other = read_manifest(made), read_manifest(wanted)
+    same_state = all(one["state"][name] == other["state"][name] for name in ("step", "samples", "grad_norm"))
+    return same_state and one["states"] == other["states"] and same_tensors(tensors(made), tensors(wanted))
+
+
+PLACES = {
+    "in a pass": ({1: ("pass", 7)}, 7),
+    "rank 0 in a pass": ({0: ("pass", 7)}, 7),
+    "after the exchange": ({2: ("update", 6)}, 7),
+    "rank 0 after the exchange": ({0: ("update", 6)}, 7),
+    "before a vote": ({1: ("vote", 7)}, 7),
+    "rank 0 before a log line": ({0: ("vote", 8)}, 8),
+    "in an evaluation": ({2: ("evaluation", 6)}, 6),
+    "rank 0 in an evaluation": ({0: ("evaluation", 6)}, 6),
+    "rank 0 with the best weights": ({0: ("evaluated", 6)}, 6),
+    "in a save": ({1: ("save", 9)}, 9),
+    "rank 0 in a save": ({0: ("save", 9)}, 9),
+    "two at once": ({0: ("pass", 7), 1: ("pass", 7)}, 7),
+    "and one of those left in its save": ({1: ("pass", 7), 0: ("save", 7)}, 7),
+}
+
+
+QUICK = ("rank 0 after the exchange", "in an evaluation")
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
+)
+def test_a_killed_process_costs_no_step_and_no_bit(place, truth, tmp_path, monkeypatch, capfd):
+    deaths, step = PLACES[place]
+    folder = killed(monkeypatch, tmp_path, deaths)
+    assert steps(folder)[0] == step and holds_the_step(folder, truth, step)
+    assert f"step {step} is saved; resume: python train.py -cfg {folder}/config.yaml" in capfd.readouterr().err
+    assert outcome(folder)["lost_peer"]
+    run(tmp_path, f"{FLAGS} -cpu 3")
+    assert bits(folder) == bits(truth)
+
+
+def test_a_process_that_is_lost_in_its_first_step_leaves_nothing(truth, tmp_path, monkeypatch, capfd):
+    assert not steps(killed(monkeypatch, tmp_path, {1: ("pass", 0)}))
+    assert "is saved" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("more", ["-keep_every 1", "-trainer ema -ema_decay 0.9", "-train_metrics"])
+def test_milestones_averages_and_metrics_are_those_of_a_run_that_nobody_killed(more, truth, tmp_path, monkeypatch):
+    monkeypatch.setattr(ema, "Trainer", DeadlyAverage)
+    calm = run(tmp_path / "calm", f"{FLAGS} -cpu 2 {more}")
+    place, step = ("save", 8) if "keep" in more else ("evaluation", 6)
+    folder = killed(monkeypatch, tmp_path, {1: (place, step)}, size=2, more=more)
+    assert steps(folder)[0] == step
+    run(tmp_path, f"{FLAGS} -cpu 2 {more}")
+    assert bits(folder) == bits(calm) and kept(folder) == kept(calm)
+
+
+def test_what_one_rank_alone_has_counted_since_the_last_line_is_null(truth, tmp_path, monkeypatch):
+    folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)}, more="-train_metrics")
+    run(tmp_path, f"{FLAGS} -cpu 3 -train_metrics")
+    [line] = [line for line in lines(folder) if line["step"] == 8 and "train/loss" in line]
+    [wanted] = [line for line in lines(truth) if line["step"] == 8 and "train/loss" in line]
+    assert line["train/loss"] == wanted["train/loss"] and line["train/accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("-deterministic no", "not with -deterministic no"),
+        ("-parallel fsdp", "without FSDP"),
+        ("-arch counting", "a counter, a queue or a teacher"),
+        ("-trainer counting", "a counter, a queue or a teacher"),
+    ],
+)
+def test_where_a_process_may_lack_a_part_the_run_continues_from_its_last_save(
+    more, reason, truth, tmp_path, monkeypatch
+):
+    folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)}, size=2, more=more)
+    assert steps(folder)[0] == 6 and reason in log_of(folder)
+
+
+def test_where_the_disk_is_full_the_reason_of_the_end_is_still_the_lost_process(truth, tmp_path, monkeypatch):
+    real = shards.write
+
+    def full(path, *rest):
+        if "step_7" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(shards, "write", full)
+    folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)})
+    assert steps(folder)[0] == 6 and outcome(folder)["lost_peer"]
+    assert "does not save the last whole step" in log_of(folder) and "No space left" in log_of(folder)
+
+
+def test_a_folder_that_another_launch_has_begun_is_left_alone(truth, tmp_path, monkeypatch):
+    real = run_folder.take_over
+
+    def begun(folder, launch, seconds):
+        run_folder.write_outcome(folder, World(launch="another"), "running")
+        return real(folder, launch, seconds)
+
+    monkeypatch.setattr(run_folder, "take_over", begun)
+    folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)})
+    assert steps(folder)[0] == 6 and outcome(folder)["launch"] == "another"
+    assert "another start has the run's folder" in log_of(folder)
+
+
+def test_a_newer_checkpoint_that_is_damaged_is_no_reason_not_to_save(truth, tmp_path, monkeypatch):
+    folder = run(tmp_path, f"{FLAGS} -cpu 2 -limit_steps 8", wanted=75)
+    [shard] = (folder / "checkpoints" / at_step(folder, 8)).glob("*.safetensors")
+    shard.write_bytes(b"")
+    killed(monkeypatch, tmp_path, {1: ("pass", 7)}, size=2)
+    assert steps(folder)[0] == 7
+
+
+def test_a_single_process_has_no_other_to_lose(truth, tmp_path, monkeypatch):
+    def reach(self, place):
+        if (place, self.state.step) == ("pass", 7):
+            raise ConnectionResetError("of a data set's server")
+
+    monkeypatch.setattr(Deadly, "reach", reach)
+    with pytest.raises(ConnectionResetError):
+        run(tmp_path, f"{FLAGS} -cpu 1")
+    assert steps(tmp_path / "few_norm_net")[0] == 6
