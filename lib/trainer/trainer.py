@@ -366,7 +366,7 @@ class Trainer:
         self.pending_losses, self.pending_norms = [], []
 
     def validate(self) -> None:
-        """Evaluate the validation sets, log the figures, keep the best weights: two ranks do. A stop ends it."""
+        """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
         state, found = self.state, {}
         for split in self.val_splits:
             self.may_stop = True
@@ -384,8 +384,8 @@ class Trainer:
                 self.save()  # the training up to here: the next start begins with the validation
                 self.checkpoints.finish()
                 raise
-        keeps = self.world.is_writer or self.world.rank == self.world.size - 1
-        kept = self.whole_weights(keeps) if best and not self.weights_fault() else None
+        is_second = just_in_time.has_whole_state(self) and self.world.rank == self.world.size - 1  # if rank 0 is lost
+        kept = self.whole_weights(self.world.is_writer or is_second) if best and not self.weights_fault() else None
         self.is_whole, state.validated = False, state.step  # until what follows is done
         state.evaluations += bool(found)
         if best and kept is not None:
@@ -411,16 +411,10 @@ class Trainer:
         """
         totals = metrics.Sums()
         self.predictions.reset()
-        with self.rate.paused(), self.evaluated_weights(), self.evaluating():
-            for micro_batch, batch in self.loaders[split].epoch(0):
-                seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
-                count = self.count_targets(batch, micro_batch.count)
-                with self.precision:
-                    sums = self.evaluation_step(self.model, batch, count)
-                if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
-                    totals.update({**sums, "samples": count})
-                if self.may_stop and self.stop.tick(training=False):
-                    break
+        with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
+            for context in (self.rate.paused(), self.evaluated_weights(), self.evaluating()):
+                contexts.enter_context(context)
+            self.evaluate_batches(split, totals)
         if self.may_stop and self.stop.agreed:
             raise preemption.Stopped
         # What is drawn from here on is as if there had been no evaluation.
@@ -429,6 +423,18 @@ class Trainer:
         sums = totals.reduce()
         figures = {name: metrics.mean(sums, name) for name in sums if name != "samples"}
         return {**figures, **self.predictions.figures()}
+
+    def evaluate_batches(self, split: str, totals: metrics.Sums) -> None:
+        """Add what each batch of a split gives to `totals`, until a stop."""
+        for micro_batch, batch in self.loaders[split].epoch(0):
+            seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
+            count = self.count_targets(batch, micro_batch.count)
+            with self.precision:
+                sums = self.evaluation_step(self.model, batch, count)
+            if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
+                totals.update({**sums, "samples": count})
+            if self.may_stop and self.stop.tick(training=False):
+                break
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

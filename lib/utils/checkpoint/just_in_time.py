@@ -34,12 +34,17 @@ def saving(trainer: Any) -> Iterator[None]:
         raise
 
 
+def has_whole_state(trainer: Any) -> bool:
+    """Return whether each rank has the state of all, and an exchange with a lost one fails and does not wait."""
+    return trainer.plan.engine == "exact" and trainer.args.parallel != "fsdp" and trainer.world.device.type == "cpu"
+
+
 def save(trainer: Any) -> None:
     """Publish a checkpoint of the last whole step, without the other ranks, unless one of them has done so.
 
     Raises OSError or RuntimeError if this rank cannot.
     """
-    if trainer.plan.engine != "exact" or trainer.args.parallel == "fsdp" or trainer.world.device.type != "cpu":
+    if not has_whole_state(trainer):
         raise RuntimeError("each rank has all of it only on the CPU, without FSDP, and not with -deterministic no")
     distributed.disconnect()
     if trainer.checks.changed or trainer.engine.buffers.others:

@@ -1,5 +1,6 @@
 """Processes are killed at every place of a run: those left save the last whole step, and no bit differs after it."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -8,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from runs import lines, norm_net, outcome, plugins, run, same_tensors
-from saves import PLUGINS, SMALL, at_step, bits, kept, log_of, steps, tensors
+from saves import PLUGINS, SMALL, at_step, bits, change_manifest, kept, log_of, steps, tensors
 
 from lib.launch import local
 from lib.trainer import ema, trainer
@@ -58,6 +59,20 @@ class DeadlyAverage(Deadly, ema.Trainer):
     """The same with averaged weights."""
 
 
+class DeadlySwap(Deadly):
+    """It evaluates other weights, and has no `finally`."""
+
+    @contextlib.contextmanager
+    def evaluated_weights(self):
+        kept = [parameter.detach().clone() for parameter in self.model.parameters()]
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+            yield
+            for parameter, values in zip(self.model.parameters(), kept, strict=True):
+                parameter.copy_(values)
+
+
 class Counting(Deadly):
     """It counts passes, in an attribute that has a state."""
 
@@ -96,7 +111,9 @@ class CountingNet(torch.nn.Sequential):
 def truth(tmp_path_factory):
     """A run of three processes that nobody kills, with a checkpoint of each step."""
     arch = {**PLUGINS["arch"], "counting": lambda args: CountingNet(*norm_net(args))}
-    with plugins(dataset=PLUGINS["dataset"], arch=arch, trainer={"deadly": Deadly, "counting": Counting}):
+    with plugins(
+        dataset=PLUGINS["dataset"], arch=arch, trainer={"deadly": Deadly, "counting": Counting, "swap": DeadlySwap}
+    ):
         yield run(tmp_path_factory.mktemp("truth"), f"{FLAGS} -cpu 3 -save_every 1steps -keep_last 99")
 
 
@@ -158,7 +175,7 @@ def test_a_process_that_is_lost_in_its_first_step_leaves_nothing(truth, tmp_path
     assert "is saved" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("more", ["-keep_every 1", "-trainer ema -ema_decay 0.9", "-train_metrics"])
+@pytest.mark.parametrize("more", ["-keep_every 1", "-trainer ema -ema_decay 0.9", "-trainer swap", "-train_metrics"])
 def test_milestones_averages_and_metrics_are_those_of_a_run_that_nobody_killed(more, truth, tmp_path, monkeypatch):
     monkeypatch.setattr(ema, "Trainer", DeadlyAverage)
     calm = run(tmp_path / "calm", f"{FLAGS} -cpu 2 {more}")
@@ -226,6 +243,15 @@ def test_a_newer_checkpoint_that_is_damaged_is_no_reason_not_to_save(truth, tmp_
     shard.write_bytes(b"")
     killed(monkeypatch, tmp_path, {1: ("pass", 7)}, size=2)
     assert steps(folder)[0] == 7
+
+
+def test_a_checkpoint_without_the_newest_field_of_the_state_is_resumed(truth, tmp_path):
+    folder = run(tmp_path, f"{FLAGS} -cpu 1 -limit_steps 7", wanted=75)
+    change_manifest(
+        folder / "checkpoints" / at_step(folder, 7), lambda manifest: manifest["state"].pop("grad_norm") < 0
+    )
+    run(tmp_path, f"{FLAGS} -cpu 1")
+    assert "resuming from" in log_of(folder) and "step 7" in log_of(folder)
 
 
 def test_a_single_process_has_no_other_to_lose(truth, tmp_path, monkeypatch):
