@@ -39,8 +39,8 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether a buffer of this name belongs to a norm layer's running statistics."""
-    return name.rpartition(".")[2] in STATISTICS
+    """Return whether a tensor of this name is a norm layer's running statistic, or the average of one (ema.py)."""
+    return name.replace("/", ".").rpartition(".")[2] in STATISTICS
 
 
 class Buffers:

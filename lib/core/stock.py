@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.core.buffers import Buffers, take_first
+from lib.core.buffers import Buffers, is_statistic, take_first
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -102,4 +102,5 @@ class Engine:
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, before an evaluation."""
         for module in self.modules if self.world.size > 1 else ():
-            take_first(module.buffers())
+            averages = [one for name, one in module.named_parameters() if is_statistic(name)]  # as ema.py keeps them
+            take_first([*module.buffers(), *averages])
