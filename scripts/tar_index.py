@@ -1,22 +1,25 @@
 """Finds out where each image lies in tar shards: python scripts/tar_index.py DATA.
 
 -dataset tar does so by itself at its first start. An index is made once, by reading the headers of all files. It is
-in the folder index/ next to the shards, or in -cache_dir, and is valid for shards of these names, sizes and times. A
-run may be killed while it is made, and several may start at once.
+in the folder index/ next to the shards, or in -cache_dir, and is valid for shards of these names, sizes and times (or
+what a URL's server has to tell versions apart). A run may be killed while it is made, and several may start at once.
 """
 
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
+import json
 import os
 import re
+import subprocess
 import sys
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -24,7 +27,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.utils import files
 from lib.utils.checkpoint import atomic
-from lib.utils.errors import UsageError, printable
+from lib.utils.errors import UsageError, load_optional, printable
 from lib.utils.files import is_debris
 
 IMAGES = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")  # torchvision's: -h imports no torch
@@ -32,53 +35,120 @@ COMPRESSED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 MOST_CLASSES = 1 << 20
 QUIET_S = 30  # between two lines of progress where stderr is no terminal
 ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4")])  # of an index
+SPLITS = ("train", "val", "test")
+
+
+class Disk:
+    """Shards on a disk. scripts/remote.py has the same for a URL."""
+
+    map = map
+
+    def glob(self, folder: str, pattern: str) -> list[str]:
+        return [str(file) for file in Path(folder).glob(pattern)]
+
+    def version(self, file: str) -> tuple:
+        """Return what is another for another content."""
+        about = Path(file).stat()
+        return about.st_size, about.st_mtime_ns
+
+    def open(self, file: str) -> BinaryIO:
+        return files.open_regular(Path(file), "rb", follow=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", metavar="DATA", help="folder of the shards, or a pattern, as -data of train.py")
     parser.add_argument("-cache_dir", metavar="DIR", help="folder for the index, where DATA cannot be written")
+    parser.add_argument("-json", action="store_true", help="print what was found for a program")
     args = parser.parse_args(argv)
     try:
-        for split in ("train", "val", "test"):
-            rows, shards = open_index(args, split)
+        found = find_all(args.data, args.cache_dir)
+        if args.json:
+            print(json.dumps(found))
+            return 0
+        for split, (rows, shards) in open_index(found).items():
             print(f"{split}: {len(rows):,} images in {len(shards):,} shards")
     except (UsageError, OSError) as error:
-        parser.exit(2, f"tar_index.py: {error}\n")
+        if not args.json:
+            parser.exit(2, f"tar_index.py: {error}\n")
+        print(json.dumps({"error": f"{error}"}))
     return 0
 
 
-def open_index(args: argparse.Namespace, split: str) -> tuple[np.ndarray, list[Path]]:
-    """Return where the images of a split lie, rows of ROW, mapped, and its shards. The first process makes the index.
+def find(data: str, cache_dir: str | None) -> dict[str, Any]:
+    """Return what find_all does. A URL is read in another process: threads would be in the way of forks."""
+    return find_remote(data, cache_dir) if is_url(data) else find_all(data, cache_dir)
 
-    Both are empty for a split that is not there. Raises UsageError for train without shards, a split without images,
-    what is wrong with a shard, or an index that cannot be written or read.
+
+@functools.cache  # for all processes of a run that are forked after the first call
+def find_remote(data: str, cache_dir: str | None) -> dict[str, Any]:
+    """Return what find_all does for a URL. Raises UsageError."""
+    if re.search("://[^/]*:[^/]*@", data):
+        raise UsageError("-data has a password: keep it where the programs of that storage look for one")
+    if not cache_dir:
+        raise UsageError(f"-data {data}: give a -cache_dir, for the index")
+    command = [sys.executable, __file__, data, "-cache_dir", cache_dir, "-json"]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+    found = json.loads(answer or '{"error": "scripts/tar_index.py was ended"}')
+    if "error" in found:
+        raise UsageError(found["error"])
+    return found
+
+
+def find_all(data: str, cache_dir: str | None) -> dict[str, Any]:
+    """Return {"classes": their names, split: (file of its index, its shards)}. The first process makes the indexes.
+
+    Raises UsageError for train without shards, what is wrong with a shard, or an index that cannot be written.
     """
-    shards = find_shards(args.data, split)
-    if not shards and split != "train":
-        return np.empty(0, ROW), []
-    if not shards:
-        raise UsageError(f"-data {args.data}: no {split}*.tar; scripts/pack.py makes shards of class folders")
-    about = []
-    for shard in shards:
-        with usage_errors(shard):
-            about.append((shard.name, shard.stat().st_size, shard.stat().st_mtime_ns))
-    root = root_of(args.data)
-    place = str(root.resolve()) if args.cache_dir else ""  # other shards may have their index there, too
+    store: Any = Disk()
+    if is_url(data):
+        store = load_optional("scripts.remote", "-data URL").Storage(data)
+    found: dict[str, Any] = {"classes": class_names(data, store)}
+    for split in SPLITS:
+        if shards := find_shards(data, split, store):
+            found[split] = find_index(data, cache_dir, split, shards, store), shards
+    if "train" not in found:
+        raise UsageError(f"-data {data}: no train*.tar; scripts/pack.py makes shards of class folders")
+    return found
+
+
+def find_index(data: str, cache_dir: str | None, split: str, shards: list[str], store: Any) -> str:
+    """Return the file of the index of these shards. Raises UsageError."""
+    about = [*store.map(functools.partial(name_and_version, store=store), shards)]
+    root = root_of(data)
+    place = (root if is_url(data) else os.path.realpath(root)) if cache_dir else ""  # others may have theirs there
     key = hashlib.sha256(repr((about, place)).encode()).hexdigest()[:16]
-    file = Path(args.cache_dir or root) / "index" / f"{split}_{key}.npy"
+    file = Path(cache_dir or root) / "index" / f"{split}_{key}.npy"
     if not file.exists():  # its folder may be writable for others only
-        make_index(file, shards, split, args.data)
-    try:
-        rows = np.load(file, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise UsageError(f"{file}: damaged ({error}): remove it, and it is made again") from None
-    if not len(rows):
-        raise UsageError(f"-data {args.data}: no image with a class in the shards of {split}")
-    return rows, shards
+        make_index(file, shards, split, data, store)
+    return str(file)
 
 
-def make_index(file: Path, shards: list[Path], split: str, data: str) -> None:
+def name_and_version(shard: str, store: Any) -> tuple:
+    with usage_errors(shard):
+        return name_of(shard), *store.version(shard)
+
+
+def open_index(found: dict[str, Any]) -> dict[str, tuple[np.ndarray, list[str]]]:
+    """Return where the images of each split lie, rows of ROW, mapped, and its shards.
+
+    Raises UsageError for an index that cannot be read, or a split without images.
+    """
+    opened = {}
+    for split in SPLITS:
+        if split in found:
+            file, shards = found[split]
+            try:
+                rows = np.load(file, mmap_mode="r")
+            except (ValueError, EOFError) as error:
+                raise UsageError(f"{file}: damaged ({error}): remove it, and it is made again") from None
+            if not len(rows):
+                raise UsageError(f"{root_of(shards[0])}: no image with a class in the shards of {split}")
+            opened[split] = rows, shards
+    return opened
+
+
+def make_index(file: Path, shards: list[str], split: str, data: str, store: Any) -> None:
     """Write the index of shards into a file, unless another process does. Raises UsageError."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +161,7 @@ def make_index(file: Path, shards: list[Path], split: str, data: str) -> None:
             atomic.sweep(file.parent, f"{split}_")  # of killed ones
         if file.exists():
             return
-        rows = scan(shards, split)
+        rows = scan(shards, split, store)
         try:
             with atomic.new_version(file) as partial, partial.open("wb") as opened:
                 np.save(opened, rows)
@@ -99,21 +169,35 @@ def make_index(file: Path, shards: list[Path], split: str, data: str) -> None:
             raise UsageError(f"-data {data}: the index cannot be written ({error}): give a -cache_dir") from None
 
 
-def find_shards(data: str, split: str) -> list[Path]:
+def find_shards(data: str, split: str, store: Any) -> list[str]:
     """Return the shards of a split, sorted: DATA/SPLIT*.tar, or else DATA/SPLIT/*.tar.
 
     If DATA is a pattern, they are those of its files that begin with the split's name, or whose folder does; train
     also has all that begin with none. Raises UsageError for a compressed one, which has no places to read at.
     """
     if is_pattern(data):
-        return sorted(file for file in map(Path, expand(data)) if split_of(file) == split)
+        return sorted(file for file in expand(data) if split_of(file) == split)
     for pattern in (f"{split}*", f"{split}/*"):
-        found = sorted(file for file in Path(data).glob(pattern) if not is_debris(file.name))
-        if compressed := [file for file in found if file.name.lower().endswith(COMPRESSED)]:
+        with usage_errors(data):
+            found = sorted(file for file in store.glob(data, pattern) if not is_debris(name_of(file)))
+        if compressed := [file for file in found if file.lower().endswith(COMPRESSED)]:
             raise UsageError(f"{compressed[0]}: compressed ({len(compressed)} such files): unpack it to a .tar file")
-        if shards := [file for file in found if file.name.endswith(".tar")]:
+        if shards := [file for file in found if file.endswith(".tar")]:
             return shards
     return []
+
+
+def read_remote(ranges: list[tuple[str, int, int]]) -> list[bytes]:
+    """Return the bytes of each (shard, offset, size), fetched at once. Raises UsageError or OSError."""
+    return load_optional("scripts.remote", "-data URL").read(ranges)
+
+
+def is_url(data: str) -> bool:
+    return "://" in data
+
+
+def name_of(shard: str) -> str:
+    return shard.rpartition("/")[2]
 
 
 def is_pattern(data: str) -> bool:
@@ -130,54 +214,68 @@ def expand(pattern: str) -> list[str]:
         parts = [f"{number:0{len(found[1])}d}" for number in range(int(found[1]), int(found[2]) + 1)]
     else:
         parts = found[3].split(",")
-    return [text for part in parts for text in expand(pattern[: found.start()] + part + pattern[found.end() :])]
+    texts = [text for part in parts for text in expand(pattern[: found.start()] + part + pattern[found.end() :])]
+    return [*dict.fromkeys(texts)]  # {a{1..2},b} gives b twice
 
 
-def split_of(file: Path) -> str:
+def split_of(file: str) -> str:
     """Return the split of a pattern's file."""
-    names = file.name, file.parent.name
+    names = file.split("/")[-2:]
     return next((split for split in ("val", "test") if any(name.startswith(split) for name in names)), "train")
 
 
-def root_of(data: str) -> Path:
+def root_of(data: str) -> str:
     """Return the folder of the shards: -data, or what all files of a pattern have in common."""
-    return Path(os.path.commonpath([Path(file).parent for file in expand(data)])) if is_pattern(data) else Path(data)
+    if not is_pattern(data):
+        return data
+    root = os.path.commonpath([file.rpartition("/")[0] or "." for file in expand(data)])
+    return root.replace(":/", "://", 1) if is_url(data) else root
 
 
-def scan(shards: list[Path], split: str) -> np.ndarray:
+def scan(shards: list[str], split: str, store: Any) -> np.ndarray:
     """Return the index of shards. Raises UsageError for what is wrong with one of them."""
     parts = []
     pause = 0.1 if sys.stderr.isatty() else QUIET_S
     tqdm.monitor_interval = 0  # no thread that redraws: a run's processes are forked after this
-    bar = tqdm(shards, f"indexing {split}", unit="shard", mininterval=pause, maxinterval=pause, delay=pause)
-    for number, shard in enumerate(bar):
-        try:
-            with usage_errors(shard):
-                rows = [(offset, size, number, label) for offset, size, label in find_images(shard)]
-        except (tarfile.TarError, EOFError, OverflowError, ValueError) as error:
-            raise UsageError(f"{shard}: damaged, cut off or no uncompressed tar file ({error})") from None
-        parts.append(np.array(rows, ROW))
+    found = store.map(functools.partial(scan_shard, store=store), shards)
+    about = {"desc": f"indexing {split}", "unit": "shard", "total": len(shards)}
+    for number, rows in enumerate(tqdm(found, mininterval=pause, maxinterval=pause, delay=pause, **about)):
+        parts.append(np.array([(offset, size, number, label) for offset, size, label in rows], ROW))
     return np.concatenate(parts)
 
 
+def scan_shard(shard: str, store: Any) -> list[tuple[int, int, int]]:
+    """Return what find_images does. Raises UsageError naming the shard."""
+
+    def read() -> list[tuple[int, int, int]]:
+        with store.open(shard) as file:
+            return find_images(shard, file)
+
+    try:
+        with usage_errors(shard):
+            return files.retry(read)
+    except (tarfile.TarError, EOFError, OverflowError, ValueError) as error:
+        raise UsageError(f"{shard}: damaged, cut off or no uncompressed tar file ({error})") from None
+
+
 @contextlib.contextmanager
-def usage_errors(shard: Path) -> Iterator[None]:
+def usage_errors(shard: str) -> Iterator[None]:
     """Raise UsageError for a shard that cannot be opened. An error of the disk stays an OSError."""
     try:
         yield
     except OSError as error:
         if error.errno in files.OF_DISK:
             raise
-        raise UsageError(f"{shard}: cannot be read ({error.strerror})") from None
+        raise UsageError(f"{shard}: cannot be read ({error.strerror or error})") from None
 
 
-def find_images(shard: Path) -> list[tuple[int, int, int]]:
+def find_images(shard: str, file: BinaryIO) -> list[tuple[int, int, int]]:
     """Return offset, size and class of each image in a shard, in its order.
 
     Raises UsageError, OSError, or, as tarfile does, TarError, EOFError, OverflowError or ValueError.
     """
-    samples: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-    with files.open_regular(shard, "rb", follow=True) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    samples: dict[str, dict[str, Any]] = defaultdict(dict)
+    with tarfile.open(fileobj=file, mode="r:") as tar:
         while member := tar.next():
             tar.members = []  # or all of them stay in memory
             name = member.name.rpartition("/")[2]
@@ -194,6 +292,9 @@ def find_images(shard: Path) -> list[tuple[int, int, int]]:
             if kind in samples[key]:
                 raise UsageError(f"{shard}: two files are the {kind} of {one_line(key)}")
             samples[key][kind] = member.offset_data, member.size
+            if kind == "cls":  # read while a URL's reader is here
+                file.seek(member.offset_data)
+                samples[key][kind] = file.read(min(member.size, 21))
         check_end(file, tar.offset)
         rows = []
         for key, sample in samples.items():
@@ -201,9 +302,8 @@ def find_images(shard: Path) -> list[tuple[int, int, int]]:
             if missing:
                 found = Counter(len(one) for one in samples.values())[1]
                 raise UsageError(f"{shard}: {one_line(key)} has no {missing[0]} ({found} such samples)")
-            offset, size = sample["cls"]
-            text = os.pread(file.fileno(), min(size, 20), offset)
-            if size > 20 or not text.strip().isdigit():
+            text = sample["cls"]
+            if len(text) > 20 or not text.strip().isdigit():
                 raise UsageError(f"{shard}: the class of {one_line(key)} is no number from 0: {text!r}")
             if int(text) >= MOST_CLASSES:
                 raise UsageError(
@@ -223,7 +323,7 @@ def check_end(file: BinaryIO, offset: int) -> None:
             raise tarfile.ReadError(f"it goes on after its end at byte {offset:,}: tar -A joins shards, cat does not")
 
 
-def member_name(header: bytes, offset: int, size: int, shard: Path) -> str:
+def member_name(header: bytes, offset: int, size: int, shard: str) -> str:
     """Return the name in a header, and where its file begins: long and foreign names are not whole there.
 
     Raises UsageError if it is no header of a file of this size.
@@ -237,11 +337,11 @@ def member_name(header: bytes, offset: int, size: int, shard: Path) -> str:
     return f"{member.name} at byte {offset}"
 
 
-def class_names(data: str) -> list[str]:
+def class_names(data: str, store: Any) -> list[str]:
     """Return the names of the classes, by their numbers: none without DATA/classes.txt. Raises UsageError."""
-    file = root_of(data) / "classes.txt"
+    file = f"{root_of(data)}/classes.txt"
     try:
-        names = files.read_bytes(file, follow=True).decode("utf-8-sig").rstrip("\n\r").splitlines()
+        names = files.retry(lambda: read_all(file, store)).decode("utf-8-sig").rstrip("\n\r").splitlines()
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -249,6 +349,11 @@ def class_names(data: str) -> list[str]:
     if not all(name.strip() for name in names):
         raise UsageError(f"{file}: an empty line: it must have a name in each line")
     return names
+
+
+def read_all(file: str, store: Any) -> bytes:
+    with store.open(file) as opened:
+        return opened.read()
 
 
 def one_line(name: str) -> str:

@@ -1,10 +1,12 @@
 """Tokens of text: of token files, DATA/train.bin and val.bin, or of texts, whose bytes are the tokens.
 
-Token files are those of scripts/make_tokens.py, nanoGPT and others. A file is mapped and may be larger than memory.
+Token files are those of scripts/make_tokens.py, nanoGPT and others; a split may have several, as
+DATA/fineweb_train_000001.bin or DATA/train/*.bin. They are mapped and may be larger than memory.
 """
 
 import json
 import os
+import re
 import sysconfig
 import zlib
 from pathlib import Path
@@ -53,7 +55,7 @@ def get_dataset(args) -> dict[str, Dataset]:
         meta = read_meta(args.data) or {}
         if args.num_classes is None:
             raise UsageError(f"{args.data}/meta.json has no vocabulary, or is odd: give -num_classes, of all tokens")
-        parts = {file.stem: open_tokens(file, args.num_classes, meta) for file in files}
+        parts = {split: open_split(split, some, args.num_classes, meta) for split, some in files.items()}
     else:
         text = read_text(args.data)
         count = len(text) // HELD_OUT
@@ -81,13 +83,14 @@ class Windows(Dataset):
     Sample i begins in stretch i: at a place that follows from (seed, i), or without a seed at its beginning.
     """
 
-    def __init__(self, tokens: np.ndarray, args, samples: int, seed: int | None = None):
+    def __init__(self, tokens: "np.ndarray | Joined", args, samples: int, seed: int | None = None):
         self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed
         if not 0 < self.length < len(tokens):
             raise UsageError(f"-tokens_length {self.length}: a split of {len(tokens):,} tokens has no such sample")
         self.fills = (len(tokens) - 1) // self.length  # how many samples stand in a row
         self.samples = min(samples or self.fills, self.fills)
-        parts = [tokens[place:][:CHECKED] for place in (0, len(tokens) // 2, max(0, len(tokens) - CHECKED))]
+        places = 0, len(tokens) // 2, max(0, len(tokens) - CHECKED)
+        parts = [tokens[place : place + CHECKED] for place in places]
         self.fingerprint = " ".join(str(zlib.crc32(part.tobytes())) for part in parts)
         if self.vocabulary == 256:
             self.classes = [ascii(chr(byte))[1:-1] for byte in range(256)]
@@ -113,11 +116,38 @@ class Windows(Dataset):
         return low + (0 if self.seed is None else seeding.hash_ints(self.seed, index) % places)
 
 
-def find_files(data: str) -> list[Path]:
-    """Return the token files of a folder, train.bin first; none without that one."""
-    files = [Path(data) / f"{split}.bin" for split in ("train", "val", "test")]
-    found = [file for file in files if file.exists() or file.is_symlink()]
-    return found if files[0] in found else []
+class Joined:
+    """Several arrays of tokens as one, of which slices are read."""
+
+    def __init__(self, parts: list[np.ndarray]):
+        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        begin, end, _ = places.indices(len(self))
+        found = []
+        for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.parts)):
+            start = int(self.ends[number]) - len(self.parts[number])
+            if start >= end:
+                break
+            found.append(self.parts[number][max(0, begin - start) : end - start])
+        return np.concatenate(found)
+
+
+def find_files(data: str) -> dict[str, list[Path]]:
+    """Return the token files of each split, in order; none without those of train.
+
+    They are DATA/train.bin, or else those with the word train in their names, or else those in DATA/train.
+    """
+    loose = sorted(file for file in Path(data).glob("*.bin") if not is_debris(file.name))
+    found = {}
+    for split in ("train", "val", "test"):
+        named = [file for file in loose if split in re.split(r"[\W_]+", file.stem)]
+        inner = sorted(file for file in Path(data, split).glob("*.bin") if not is_debris(file.name))
+        found[split] = [file for file in named if file.stem == split] or named or inner
+    return {split: some for split, some in found.items() if some} if found["train"] else {}
 
 
 def read_meta(data: str) -> dict | None:
@@ -134,8 +164,17 @@ def read_meta(data: str) -> dict | None:
     return meta if all(type(one) is int and 0 < one < 1 << 48 for one in counts) else {}
 
 
-def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
-    """Map a token file. Raises UsageError for one that does not hold tokens below `vocabulary`, and nothing else."""
+def open_split(split: str, files: list[Path], vocabulary: int, meta: dict) -> np.ndarray | Joined:
+    """Map the token files of a split. Raises UsageError for one that does not hold tokens below `vocabulary`."""
+    parts = [open_tokens(file, vocabulary, meta, is_certain="type" in meta and split in meta) for file in files]
+    count, place = sum(map(len, parts)), files[0] if len(files) == 1 else f"{files[0]} to {files[-1].name}"
+    if meta.get(split, count) != count:
+        raise UsageError(f"{place} has {count:,} tokens, and meta.json says {meta[split]:,}: copy it again")
+    return Joined(parts) if len(parts) > 1 else parts[0]
+
+
+def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool) -> np.ndarray:
+    """Map a token file. Raises UsageError unless it has tokens below `vocabulary`; `is_certain`: by meta.json."""
     if not file.is_file():
         raise UsageError(f"{file} is a link to nothing, or no regular file")
     kind = np.dtype(meta.get("type", "uint16" if vocabulary <= 1 << 16 else "uint32"))
@@ -144,12 +183,9 @@ def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
     if size % kind.itemsize or not size:
         raise UsageError(f"{file}: {size:,} bytes are no tokens of {kind}, {kind.itemsize} bytes each; {hint}")
     tokens = np.memmap(file, kind, "r")
-    if meta.get(file.stem, len(tokens)) != len(tokens):
-        raise UsageError(f"{file} has {len(tokens):,} tokens, and meta.json says {meta[file.stem]:,}: copy it again")
     begin = np.array(tokens[:CHECKED])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")
-    is_certain = "type" in meta and file.stem in meta  # the type and the number of tokens agree
     if not is_certain and are_bytes(begin):
         raise UsageError(f"{file} is a text, or holds tokens of one byte; {hint}")
     if not is_certain and is_wider(begin):

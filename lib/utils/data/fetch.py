@@ -68,6 +68,14 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     raise UsageError(f"the training samples have a sampler, {sampler!r:.60}, which must give {wanted}{fault}")
 
 
+def prefetch(dataset: Any, indices: list[int]) -> None:
+    """Let a dataset with a `prefetch` know which samples are read next; a Subset has that of what it is a part of."""
+    if isinstance(dataset, Subset):
+        prefetch(dataset.dataset, [dataset.indices[index] for index in indices])
+    elif hasattr(dataset, "prefetch"):
+        dataset.prefetch(indices)
+
+
 def has_whole_batches(dataset: MapDataset) -> bool:
     """Return whether a dataset gives a whole batch at once. Each Subset has __getitems__, too."""
     return callable(option(dataset, "__getitems__"))
@@ -152,6 +160,7 @@ class Fetch(Dataset):
         if has_whole_batches(self.dataset):
             seeding.seed(seeding.SAMPLE, self.seed, epoch, indices[0])
             return self.dataset.__getitems__(indices)
+        prefetch(self.dataset, indices)
         items = []
         for index in indices:
             self.current = index

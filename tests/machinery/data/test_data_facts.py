@@ -12,7 +12,7 @@ import torch
 from command_line import parsed
 from items import Items
 from PIL import Image
-from runs import few, outcome, plugins, run, same_tensors, weights
+from runs import few, plugins, run, same_tensors, weights
 from saves import SMALL, log_of, names, refused, stop_at
 from torch.utils.data import Subset
 
@@ -215,21 +215,6 @@ def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, kill
     assert same_tensors(weights(folder), weights(whole))
     run(tmp_path, f"{FREE} -batch_size 16 -cpu 1 -threads 1 -reset -limit_steps 1", wanted=75)
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
-
-
-@pytest.mark.parametrize("again", ["flags", "file"])
-def test_the_origin_of_a_killed_first_start_is_kept_until_there_is_a_checkpoint(
-    again, killed, finished_run, tmp_path
-):
-    flags = f"{SMALL} -epochs 4 -model branch -allow_change epochs"
-    at = finished_run / "checkpoints" / "000006_step_6"
-    folder = killed(tmp_path, f"{flags} -resume {at} -cpu 1")
-    flags = f"-cfg {folder / 'config.yaml'} -allow_change epochs" if again == "file" else flags
-    run(tmp_path, f"{flags} -cpu 2 -limit_steps 8", wanted=75)
-    assert log_of(folder).count(f"resuming from {at}") == 2 and outcome(folder)["step"] == 8
-    run(tmp_path, f"{flags} -cpu 1 -limit_steps 9", wanted=75)
-    assert log_of(folder).count(f"resuming from {at}") == 2 and outcome(folder)["step"] == 9
-    assert json.loads((folder / "start.json").read_text())["resume"] is None, "its own checkpoints count from now on"
 
 
 def test_other_data_before_the_first_save_are_said_and_taken(killed, tmp_path):

@@ -108,15 +108,6 @@ def test_8_or_12_bits_that_are_stored_in_16_are_refused_by_name(tmp_path):
             photos.read(tmp_path / f"{value}.png", see)
 
 
-def test_an_error_of_a_transform_is_its_own_and_not_the_photo_s(tmp_path):
-    tiny_data.image(tmp_path / "good.png")
-    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:900])
-    with pytest.raises(IndexError):
-        photos.read(tmp_path / "good.png", lambda image: image.getpixel((99, 99)))
-    with pytest.raises(UsageError, match=r"cut.png: not a readable image .*truncated"):
-        photos.read(tmp_path / "cut.png", lambda image: image.getpixel((0, 0)))
-
-
 @pytest.mark.parametrize(("mode", "kind"), [("F", np.float32), ("I", np.int32)])
 def test_images_without_a_range_are_refused_with_file_and_mode(tmp_path, mode, kind):
     tiny_data.make_folder(tmp_path)
@@ -124,27 +115,6 @@ def test_images_without_a_range_are_refused_with_file_and_mode(tmp_path, mode, k
     Image.fromarray(np.full((20, 20), 300, kind)).save(file)
     with pytest.raises(UsageError, match=f"{file}: .*mode {mode} has no range"):
         dataset(tmp_path)["train"][2]
-
-
-def test_a_jpeg_is_decoded_no_smaller_than_its_crop_needs(tmp_path):
-    image = scene(800, 608)
-    for name, options in {"base": {}, "progressive": {"progressive": True}}.items():
-        image.save(tmp_path / f"{name}.jpg", quality=95, **options)
-        for size, box, decoded in [
-            (32, None, (100, 76)),
-            (76, None, (100, 76)),
-            (77, None, (200, 152)),
-            (128, None, (200, 152)),
-            (400, None, (800, 608)),
-            (32, (0, 0, 800, 70), (400, 304)),
-            (100, (300, 200, 390, 290), (800, 608)),
-        ]:
-            place = (lambda width, height: box) if box else None  # noqa: B023
-            with Image.open(tmp_path / f"{name}.jpg") as opened:
-                got = np.asarray(photos.view(opened, "RGB", size, place), np.float32)
-                assert opened.size == decoded
-            whole = image.resize((size, size), Image.Resampling.BILINEAR, box)
-            assert np.abs(got - np.asarray(whole, np.float32)).mean() < 4
 
 
 # Folders
@@ -193,14 +163,6 @@ def test_classes_that_look_the_same_are_called_by_what_differs(tmp_path, one, ot
     assert unicodedata.normalize("NFC", "cafe\u0301") == "caf\xe9"
 
 
-def test_classes_whose_names_are_no_utf_8_are_called_by_escapes(tmp_path):
-    tiny_data.make_folder(tmp_path / "data")
-    for part in ("train", "val"):
-        (tmp_path / "data" / part / "ant").rename(tmp_path / "data" / part / os.fsdecode(b"caf\xe9"))
-    made = run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1")
-    assert yaml.safe_load((made / "config.yaml").read_text())["about"]["classes"] == ["bee", r"caf\udce9"]
-
-
 # Disks that fail, and damaged files
 
 
@@ -245,23 +207,6 @@ def test_files_without_which_a_class_is_empty_are_not_left_out(tmp_path, refused
         file.write_text("no photo")
     line = refused(f"{FLAGS} -data {tmp_path / 'data'} -skip_bad_files -cpu 1")
     assert "-skip_bad_files: no sample of the class bee in train can be read" in line
-
-
-class Odd(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-
-@pytest.mark.parametrize("error", [Odd(), BaseException("a panic")], ids=["odd", "base"])
-def test_a_check_lists_whatever_a_sample_raises_and_ends(tmp_path, monkeypatch, error, capfd):
-    tiny_data.make_folder(tmp_path)
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(folder.Images, "__getitem__", fail)
-    assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(tmp_path)])) == 1
-    assert capfd.readouterr().out.count(type(error).__name__) == 6
 
 
 def test_overfit_takes_samples_of_all_classes(tmp_path):

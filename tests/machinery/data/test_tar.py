@@ -99,6 +99,7 @@ def test_images_of_a_subclass_that_differ_each_time_are_noticed(shards):
 
 def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
     assert tar_index.expand("a{08..10}") == ["a08", "a09", "a10"]
+    assert tar_index.expand("{x{1..2},y}") == ["x1", "y", "x2"]
     assert tar_index.expand("{x,y}/{1..2}.tar") == ["x/1.tar", "x/2.tar", "y/1.tar", "y/2.tar"]
     whole = dataset(shards)
     (shards / "val" / "0.tar").rename(shards / "val-0.tar")

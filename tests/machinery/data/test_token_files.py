@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 import tiny_data
+import torch
 from command_line import usage_error
 
 from lib import config
@@ -58,10 +59,8 @@ def test_files_with_a_header_are_refused(folder):
         with file.open("wb") as opened:
             np.save(opened, tokens_there.astype(kind))
         assert "train.bin begins with the header of another format" in refusal(folder)
-    for magic in (20240520, 20240801):
-        header = np.zeros(256, np.int32)
-        header[:3] = magic, 1, 1000
-        file.write_bytes(header.tobytes() + tokens_there.tobytes())
+    for magic in (20240520, 20240801):  # llm.c
+        file.write_bytes(np.array([magic, 1, 1000], np.int32).tobytes() + tokens_there.tobytes())
         assert "begins with the header of another format" in refusal(folder)
     file.write_bytes(b"PK\x03\x04" + tokens_there.tobytes())  # as torch.save begins
     assert "begins with the header" in refusal(folder)
@@ -118,3 +117,19 @@ def test_tokens_outside_the_vocabulary_and_files_shorter_than_a_sample_are_refus
         assert f"a split of {count} tokens has no such sample" in refusal(folder)
     for length in ("0", "-3"):
         assert f"-tokens_length {length}: a split of " in refusal(folder, "-tokens_length", length)
+
+
+@pytest.mark.parametrize("form", ["train_{}.bin", "fineweb-train-{}.bin", "train/{}.bin"])
+def test_several_files_are_read_as_one(folder, form):
+    (folder / "meta.json").unlink(missing_ok=True)
+    whole = splits_of(folder, "-num_classes", "500", "-tokens_samples", "0")["train"]
+    values = np.array(whole.tokens)
+    (folder / "train.bin").unlink()
+    (folder / "train").mkdir()
+    for number, part in enumerate(np.split(values, [1, 20, 20 + len(values) // 3])):
+        (folder / form.format(number)).write_bytes(part.tobytes())
+    (folder / "constrained.bin").write_bytes(b"x")
+    joined = splits_of(folder, "-num_classes", "500", "-tokens_samples", "0")["train"]
+    assert len(joined) == len(whole) > 20 and joined.fingerprint == whole.fingerprint
+    for index in range(len(whole)):
+        assert all(torch.equal(*pair) for pair in zip(joined[index], whole[index], strict=True))

@@ -1,28 +1,11 @@
 """Images are changed on the device by random numbers that depend only on seed, epoch and index."""
 
-import numpy as np
 import tiny_data
 import torch
 
 from lib import config
 from lib.dataset import folder
-from lib.utils import seeding
 from lib.utils.data.transforms import Pixels
-
-
-def test_random_numbers_are_uniform_and_depend_only_on_the_sample():
-    draws = seeding.uniform(3, 5, list(range(20_000)))
-    assert draws.shape == (20_000, 8) and draws.dtype == torch.float32 and draws.min() >= 0 and draws.max() < 1
-    for column in draws.T:
-        counts = torch.histc(column, 20, 0, 1)
-        assert (counts - 1000).abs().max() < 150  # five standard deviations
-    correlations = np.corrcoef(np.concatenate([draws.T, draws.roll(1, 0).T]))
-    assert np.abs(correlations - np.eye(16)).max() < 0.04
-    some = [7, 19_999, 0, 7]
-    assert torch.equal(seeding.uniform(3, 5, some), draws[some])
-    for other in ((4, 5), (3, 6)):
-        assert (seeding.uniform(*other, some) != draws[some]).all()
-    assert torch.equal(seeding.uniform(0, 0, [2**62]), seeding.uniform(0, 0, [2**62]))
 
 
 def test_half_of_the_images_are_mirrored_and_all_are_normalized():

@@ -1,0 +1,140 @@
+"""-dataset tar from URLs: a web server that fails in three ways, and a real S3 (moto's)."""
+
+import io
+import multiprocessing
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import needs
+import numpy as np
+import ports
+import pytest
+from PIL import Image
+from processes import until
+from runs import run, same_tensors, weights
+
+from lib import config
+from lib.dataset import tar
+from lib.utils.errors import UsageError
+from scripts import tar_index
+
+FLAGS = "-dataset tar -arch convnet -image_size 16 -batch_size 8 -micro_batch 4 -epochs 2 -threads 1".split()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Three shards in a folder of a folder, which the server serves, too."""
+    folder = tmp_path_factory.mktemp("web") / "shards"
+    folder.mkdir()
+    for shard, count in (("train-0", 20), ("train-1", 13), ("val-0", 8)):
+        with tarfile.open(folder / f"{shard}.tar", "w") as opened:
+            for number in range(count):
+                image, label = io.BytesIO(), number % 2
+                pixels = np.random.default_rng(number).integers(0, 90, (20, 30, 3), dtype=np.uint8) + 100 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(image, "PNG")
+                for ending, data in (("png", image.getvalue()), ("cls", b"%d" % label)):
+                    member = tarfile.TarInfo(f"{number}.{ending}")
+                    member.size = len(data)
+                    opened.addfile(member, io.BytesIO(data))
+    (folder / "classes.txt").write_text("ant\nbee\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def web(shards):
+    """The address of a web server."""
+    command = [sys.executable, Path(__file__).with_name("web.py"), shards.parent]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+        server.kill()
+
+
+def samples(data, *flags) -> dict:
+    """What a dataset has, read as loader processes read it: in a child, whose threads no test has then."""
+    args = config.parse_args([*FLAGS, "-augment", "no", "-data", str(data), *map(str, flags)])
+
+    def read(pipe):
+        found = {}
+        try:
+            for split, part in tar.get_dataset(args).items():
+                part.prefetch([*range(0, len(part), 2), 0])
+                pixels = [(image.numpy().tobytes(), label) for image, label in part]
+                found[split] = part.fingerprint, part.classes, pixels, part.sample_name(len(part) - 1)
+        except UsageError as error:
+            found = error
+        pipe.send(found)
+
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=read, args=(theirs,))
+    child.start()
+    theirs.close()
+    found = ours.recv()
+    child.join()
+    if isinstance(found, UsageError):
+        raise found
+    return found
+
+
+BUSY, CUT = (pytest.param(f"{mode}/shards", marks=pytest.mark.slow) for mode in ("busy", "cut"))
+
+
+@pytest.mark.parametrize("place", ["good/shards", "good/shards/{train-{0..1},val-0}.tar", BUSY, CUT])
+def test_shards_of_a_url_have_the_samples_of_those_on_a_disk(shards, web, tmp_path, place):
+    assert samples(f"{web}/{place}", "-cache_dir", tmp_path) == samples(shards, "-cache_dir", tmp_path)
+    assert len(list((tmp_path / "index").glob("*.npy"))) == 4
+
+
+FAULTS = {  # -data: the message
+    "WEB/none": "no train.*tar",
+    "WEB/good/shards/train-{0..2}.tar": "train-2.tar: cannot be read",
+    "WEB/whole/shards/train-{0..1}.tar": "train-0.tar: .* cannot read a part of a file",
+    "http://me:secret@host/train-0.tar": "-data has a password",
+    "odd://host/shards": "odd",
+}
+
+
+NOBODY = "http://127.0.0.1:1/shards/train-0.tar"  # waits some seconds for a better answer
+SLOW_FAULTS = {NOBODY: "classes.txt: .*Connect"}
+
+
+@pytest.mark.parametrize("data", [*FAULTS, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW_FAULTS)])
+def test_what_cannot_be_read_is_one_line(web, tmp_path, monkeypatch, data):
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    with pytest.raises(UsageError, match=(FAULTS | SLOW_FAULTS)[data]) as raised:
+        samples(data.replace("WEB", web), "-cache_dir", tmp_path)
+    assert "secret" not in str(raised.value)
+    with pytest.raises(UsageError, match="give a -cache_dir"):
+        tar_index.find("http://host/shards", None)
+
+
+@pytest.fixture
+def bucket(shards, monkeypatch):
+    """A bucket of a real S3 server, with the shards in it; the environment says where it is and who asks."""
+    port = ports.free()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+        monkeypatch.setenv(name, value)
+    fill = "import s3fs, sys; fs = s3fs.S3FileSystem(); fs.mkdir('bucket'); fs.put(*sys.argv[1:], recursive=True)"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            until(lambda: not ports.is_free(port))
+            subprocess.run([sys.executable, "-c", fill, f"{shards}/", "bucket/data"], check=True, timeout=60)
+            yield "s3://bucket/data"
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+@needs.require_package("s3fs", "remote")
+@needs.require_package("moto", "remote")
+def test_a_run_trains_the_same_bits_from_s3_from_a_bad_web_server_and_from_a_disk(shards, bucket, web, tmp_path):
+    flags = f"{' '.join(FLAGS)} -cache_dir {tmp_path}"
+    assert samples(bucket, "-cache_dir", tmp_path) == samples(shards)
+    disk = run(tmp_path / "out", f"{flags} -data {shards} -cpu 1 -model disk")
+    run(tmp_path / "out", f"{flags} -data {bucket} -cpu 2 -workers 1 -limit_steps 3 -model mixed", wanted=75)
+    run(tmp_path / "out", f"{flags} -data {web}/busy/shards -cpu 3 -limit_steps 4 -model mixed", wanted=75)
+    mixed = run(tmp_path / "out", f"{flags} -data {bucket} -cpu 1 -workers 2 -model mixed")
+    assert same_tensors(weights(disk), weights(mixed))
