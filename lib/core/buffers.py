@@ -74,8 +74,7 @@ class Buffers:
         if micro_batch.first:
             self.starts = [buffer.clone() for buffer in _read(self.statistics)]
         else:
-            for buffer, start in zip(_read(self.statistics), self.starts, strict=True):
-                buffer.copy_(start)
+            self.restore()
 
     @torch.no_grad()
     def restore(self) -> None:

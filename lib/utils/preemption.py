@@ -100,13 +100,12 @@ class Stop:
     def vote(self) -> bool:
         """Vote now; all ranks must. Return whether they agree to stop."""
         step_s = (time.monotonic() - self.since) / max(1, self.ticks)
-        request = self.request if self.is_requested() else None
-        stop, step_s = distributed.all_reduce_max([request is not None, step_s], self.world)
+        stop, step_s = distributed.all_reduce_max([self.is_requested(), step_s], self.world)
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
         if stop:
-            self.agreed = next(filter(None, distributed.gather(request, self.world)))
+            self.agreed = next(filter(None, distributed.gather(self.request, self.world)))
         return bool(stop)
 
     @property

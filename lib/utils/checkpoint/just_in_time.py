@@ -59,7 +59,7 @@ def save(trainer: Any) -> None:
     best = saves.best
     if best is None and saves.saving and not saves.saving.folder.exists():
         best = saves.saving.best
-    run_folder.take_over(trainer.folder, trainer.world.launch, trainer.args.grace_s)
+    run_folder.take_over(trainer.folder, trainer.world.launch)
     alone = Checkpoints(saves.folder, World(), keep_last=saves.keep_last)
     alone.open()
     newest = [one.name for one in run_folder.list_checkpoints(saves.folder)[:1]]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from lib.utils import distributed, files
@@ -139,9 +138,7 @@ def _fault_of(folder: Path, world: World, there: bool) -> str:
         names = sorted(manifest["shards"])
         for file in names[world.rank :: world.size] if world.shares_disk else names:
             shards.verify(folder / file, manifest["shards"][file])
-        if world.is_writer:  # are they what the manifest says? Another rank's may be damaged, too
-            shards.read(folder, [*manifest["shards"]], shards.make_empty(manifest["tensors"], "meta"))
-    except (shards.Damaged, SafetensorError, ValueError, OSError) as error:
+    except (shards.Damaged, OSError) as error:
         if isinstance(error, OSError) and error.errno not in MISSING:
             raise
         return str(error)
@@ -267,9 +264,7 @@ def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
         other = "is of another model, optimizer or trainer"
         raise UsageError(f"{past.folder} {other}: {shown}; -weights takes only a model's weights")
     if not past.missing_on or world.rank == past.sender:
-        names = state.read_manifest(past.folder)["shards"]  # of this disk
-        own = shards.file_name(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
-        shards.read(past.folder, sorted(names, key=lambda name: name != own), tensors)
+        shards.read(past.folder, [*state.read_manifest(past.folder)["shards"]], tensors)  # those of this disk
     if past.missing_on:
         rank, why = next(iter(past.missing_on.items()))
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)

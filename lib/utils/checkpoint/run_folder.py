@@ -60,17 +60,9 @@ def checkpoint_number(name: str) -> int:
     return int(match[1] or 0) if match else 0
 
 
-def take_over(run: Path, launch: str, seconds: float) -> None:
+def take_over(run: Path, launch: str) -> None:
     """Wait for the lock: the process of this run that had it may be lost. Raises OSError if another launch has it."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.lockf(_locks[run], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
+    fcntl.lockf(_locks[run], fcntl.LOCK_EX)  # the launcher, or the watchdog, ends a process that waits too long
     if read_json(run / "outcome.json").get("launch") != launch:
         raise OSError(errno.EBUSY, "another start has the run's folder", str(run))
 

@@ -6,9 +6,7 @@ the header, the bytes. Read by the library. Written here, in one pass with its c
 """
 
 import json
-import math
 import os
-import re
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
@@ -23,7 +21,6 @@ from lib.utils import files, watchdog
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-FILE_NAME = re.compile(r"shard_\d{4,}\.safetensors")  # of a rank's file
 CHUNK = 1 << 20  # bytes
 CHECKSUMS = "crc32_of_tensors"  # in a weights file's metadata, JSON
 DTYPES = {  # as safetensors calls them; others are refused
@@ -132,39 +129,33 @@ def verify(path: Path, wanted: dict) -> None:
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
             watchdog.moved()
-    if crc != wanted.get("crc32"):
+    if crc != wanted["crc32"]:
         raise Damaged(f"{path}: its checksum is wrong")
 
 
-def make_empty(schema: dict[str, list], device: str = "cpu") -> dict[str, Tensor]:
+def make_empty(schema: dict[str, list]) -> dict[str, Tensor]:
     """Return tensors of these types and shapes, with any values."""
     kinds = {word: kind for kind, word in DTYPES.items()}
-    return {name: torch.empty(shape, dtype=kinds[kind], device=device) for name, (kind, shape) in schema.items()}
+    return {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in schema.items()}
 
 
 @torch.no_grad()
-def read(folder: Path, order: list[str], tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors, whole or sharded, in place, from the files of a checkpoint; for those on "meta" only look.
+def read(folder: Path, names: list[str], tensors: dict[str, Tensor]) -> None:
+    """Fill the tensors, whole or sharded, in place, from the files of a checkpoint; open no more than needed.
 
-    Opens files in the order given, and no more than needed. Raises Damaged if a tensor in them is another one, or if
-    all of them lack a part of it.
+    Raises Damaged if all of them lack a part of a tensor.
     """
     targets = {name: _local_and_offset(tensor) for name, tensor in tensors.items()}
     missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
-    for file in order:
+    for file in names:
         if not missing:
             return
         files.open_regular(folder / file, "rb").close()  # no pipe, as above
         with safe_open(folder / file, framework="pt") as blocks:
             starts = json.loads((blocks.metadata() or {}).get("starts", "{}"))
             for name in missing.keys() & blocks.keys():
-                block, tensor = blocks.get_slice(name), tensors[name]
-                shape, start = block.get_shape(), starts.get(name, [0] * tensor.ndim)
-                filled = _fill(*targets[name], block, start) if len(shape) == tensor.ndim else 0
-                is_part = is_sharded(tensor) or filled == math.prod(shape)
-                if not is_part or block.get_dtype() != DTYPES[tensor.dtype]:
-                    raise Damaged(f"{folder / file}: {name} is of another type or shape than in the manifest")
-                missing[name] -= filled
+                start = starts.get(name, [0] * tensors[name].ndim)
+                missing[name] -= _fill(*targets[name], blocks.get_slice(name), start)
         missing = {name: count for name, count in missing.items() if count}
     if missing:
         raise Damaged(f"{folder}: its files lack a part of {', '.join(sorted(missing)[:4])}")
@@ -177,8 +168,7 @@ def _fill(target: Tensor, origin: Sequence[int], block: Any, start: Sequence[int
     if any(a >= b for a, b in zip(low, high)):
         return 0
     place = target[tuple(slice(a - b, c - b) for a, b, c in zip(low, origin, high))]
-    if not place.is_meta:
-        place.copy_(block[tuple(slice(a - b, c - b) for a, b, c in zip(low, start, high))])
+    place.copy_(block[tuple(slice(a - b, c - b) for a, b, c in zip(low, start, high))])
     return place.numel()
 
 

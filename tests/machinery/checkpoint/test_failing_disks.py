@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import threading
 import time
@@ -96,23 +95,6 @@ def test_a_slow_disk_is_no_hang_of_the_ranks_that_wait_for_it(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.1")
     assert saves.steps(folder) == [12] and distance(folder, finished_run) == 0.0
-
-
-def test_a_restrictive_umask_a_link_and_a_name_with_spaces_work(tmp_path, finished_run):
-    before = os.umask(0o077)
-    try:
-        (tmp_path / "real one").mkdir()
-        (tmp_path / "link").symlink_to("real one")
-        for out in ("link", "real one/deeper ünd"):
-            saves.run_until(tmp_path / out, SMALL, 6)
-            assert distance(run(tmp_path / out, SMALL), finished_run) == 0.0
-    finally:
-        os.umask(before)
-    files = [path for path in (tmp_path / "real one").rglob("*") if not path.is_symlink()]
-    assert files and not [path for path in files if stat.S_IMODE(path.stat().st_mode) & 0o077]
-    (tmp_path / "real one").rename(tmp_path / "moved")
-    (tmp_path / "link").unlink()
-    run(tmp_path / "moved", SMALL)
 
 
 def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_complete(

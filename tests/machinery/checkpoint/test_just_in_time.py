@@ -227,9 +227,9 @@ def test_where_the_disk_is_full_the_reason_of_the_end_is_still_the_lost_process(
 def test_a_folder_that_another_launch_has_begun_is_left_alone(truth, tmp_path, monkeypatch):
     real = run_folder.take_over
 
-    def begun(folder, launch, seconds):
+    def begun(folder, launch):
         run_folder.write_outcome(folder, World(launch="another"), "running")
-        return real(folder, launch, seconds)
+        return real(folder, launch)
 
     monkeypatch.setattr(run_folder, "take_over", begun)
     folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)})

@@ -5,7 +5,6 @@ import json
 import os
 import re
 
-import numpy as np
 import pytest
 import runs
 import tiny_data
@@ -90,15 +89,6 @@ def test_modules_that_are_called_as_prefixes_are_told_apart(tmp_path, prefix):
     given, made = (nn.ModuleDict({name: nn.Linear(4, 4) for name in ("encoder", "model", "head")}) for _ in range(2))
     tensors = {prefix + name: value for name, value in tensors_of(given).items()}
     assert "; as " in load_into(save(tensors, tmp_path / "w.pt"), made) and same(made, given)
-
-
-def test_numbers_of_numpy_among_the_tensors_are_no_fault(tmp_path):
-    made, given = Tied(), Tied()
-    content = {"state_dict": tensors_of(given), "best": np.float64(0.9), "epoch": np.int64(3)}
-    torch.save(content, tmp_path / "w.pt")
-    load_into(tmp_path / "w.pt", made)
-    torch.save(torch.ones(3), tmp_path / "w.pt")
-    assert same(made, given) and "it holds a Tensor and no tensors by name" in refusal(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model."])
