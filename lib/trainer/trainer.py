@@ -6,7 +6,6 @@ import importlib
 import logging
 import math
 import re
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -317,10 +316,11 @@ class Trainer:
 
     def is_due(self, every: str) -> bool:
         """Return whether what comes every N steps or epochs, or as a save every N minutes, is due after this step."""
+        if every == "auto":
+            return self.is_due("1epoch") or (self.stop.voted and self.checkpoints.is_late())
         number = int(re.sub(r"\D", "", every))  # epochs if there is no unit
         if "minute" in every:
-            late = time.monotonic() - self.checkpoints.saved_at >= 60 * number
-            return self.stop.voted and bool(distributed.all_reduce_max([late], self.world)[0])
+            return self.stop.voted and self.checkpoints.is_late(number)
         done = self.state.step if "step" in every else self.state.step / self.plan.steps
         return done % number == 0
 

@@ -21,6 +21,7 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 ADAM = 3  # numbers in a checkpoint for each weight, if the optimizer keeps two of them
 FAILURES = 3  # saves in a row that may fail before the run ends
+SHARE, LEAST_S, MOST_S = 0.01, 10.0, 600.0  # of -save_every auto: the time of saves, and the bounds of its interval
 WAIT_S = 0.2  # between votes while all ranks wait for a save: votes keep collectives from timing out
 
 
@@ -46,7 +47,7 @@ class Checkpoints:
         self.number = self.opened = 0  # of the last save, and of the newest one when this start began
         self.saving: Save | None = None
         self.failures = 0  # in a row
-        self.saved_at = time.monotonic()  # when the last save began
+        self.saved_at, self.took_s = time.monotonic(), 0.0  # when the last save began, and how long one took here
         # The best weights, for the next save, {} on ranks without them: no checkpoint that names them comes before.
         self.best: dict[str, Tensor] | None = None
 
@@ -90,6 +91,12 @@ class Checkpoints:
         best, self.best = self.best, None
         job = self.thread.submit(self._write, partial, copies, metadata, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
+
+    def is_late(self, minutes: int | None = None) -> bool:
+        """Return whether the last save is so long ago on all ranks; without a number, by what saves cost."""
+        interval_s = min(MOST_S, max(LEAST_S, self.took_s / SHARE)) if minutes is None else 60 * minutes
+        early = time.monotonic() - self.saved_at < interval_s or (minutes is None and self.saving is not None)
+        return not distributed.all_reduce_max([early], self.world)[0]
 
     def poll(self) -> None:
         """Move the save in flight on, once every rank is ready. Raises RuntimeError when saving fails for good."""
@@ -151,6 +158,7 @@ class Checkpoints:
         manifest = {"format": state.FORMAT, **save.facts, "shards": files}
         atomic.write_file(save.partial / "manifest.json", state.encode_manifest(manifest))
         atomic.publish(save.partial, save.folder)
+        self.took_s = time.monotonic() - self.saved_at
         removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
         for folder in removable[self.keep_last :]:
             atomic.remove_folder(folder)

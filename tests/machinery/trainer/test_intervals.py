@@ -152,6 +152,19 @@ def test_saves_by_minutes_come_when_all_ranks_have_voted(more, least, tmp_path, 
     assert len(saves.steps(folder)) >= least
 
 
+def test_automatic_saves_come_as_often_as_they_are_cheap_and_change_no_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
+    few = run(tmp_path / "few", f"{SMALL} -cpu 2 -keep_last 99")  # too short for more than one an epoch
+    monkeypatch.setattr(manager, "LEAST_S", 0.0)
+    monkeypatch.setattr(manager, "SHARE", 1e9)
+    many = run(tmp_path / "many", f"{SMALL} -cpu 2 -keep_last 99")
+    monkeypatch.setattr(manager, "SHARE", 1e-9)  # saves cost too much, from the second on
+    dear = run(tmp_path / "dear", f"{SMALL} -cpu 2 -keep_last 99")
+    found = [saves.steps(folder) for folder in (few, many, dear)]
+    assert found[0] == [12, 8, 4] and {*found[0]} < {*found[1]} and found[2] in ([12, 8, 4, 1], [12, 8, 4]), found
+    assert same_tensors(weights(few), weights(many)) and same_tensors(weights(few), weights(dear))
+
+
 @pytest.mark.parametrize(
     ("flags", "stop", "batch"), [(SMALL, 5, 32), (SMALL, 1, 48), (SMALL, 6, 8), (STEPS, 6, 8), (STEPS, 6, 48)]
 )

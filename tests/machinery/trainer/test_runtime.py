@@ -12,7 +12,7 @@ from items import Items
 from runs import plugins, run
 from torch.utils.data import Subset
 
-from lib.utils import distributed, runtime
+from lib.utils import runtime
 from lib.utils.data import fetch
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
@@ -68,22 +68,6 @@ def test_a_process_has_as_many_cores_as_torch_would_use_and_its_container_allows
     monkeypatch.setattr(Path, "read_text", read)
     found = [runtime.cores_per_process(World(local_size=size)) for size in (1, 2, 3, 16)]
     assert found == [cores, cores // 2, max(1, cores // 3), 1]
-
-
-@pytest.mark.parametrize(
-    "environ, threads",
-    [
-        ({"OMP_NUM_THREADS": "3"}, 3),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_MAX_RESTARTS": "0", "LOCAL_WORLD_SIZE": "2"}, None),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_MAX_RESTARTS": "0", "LOCAL_WORLD_SIZE": "1"}, 1),
-        ({"OMP_NUM_THREADS": "4,2"}, None),
-    ],
-)
-def test_omp_num_threads_set_by_a_launcher_does_not_count_as_the_users(environ, threads, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert distributed.user_threads() == threads
 
 
 def test_the_number_of_loader_processes_is_that_of_workers_or_a_share_of_the_cores(monkeypatch):
