@@ -1,6 +1,7 @@
-"""Would a run start here? python scripts/doctor.py [arguments of train.py]. Lists what is missing.
+"""Would a run start here? python scripts/doctor.py [arguments of train.py].
 
-Exit code 0: it would; 1: what is marked `bad` prevents it; 2: the arguments are wrong.
+Lists what is missing. Exit code 0: it would start; 1: what is marked `bad`
+prevents it; 2: the arguments are wrong.
 """
 
 import importlib.metadata
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,10 +55,17 @@ def main(argv: list[str] | None = None) -> int:
     bad = 0
     for check in CHECKS:
         for level, text in guarded(check, args):
-            print(printable(f"{level:5} {text}"), flush=True)
+            print(wrapped(level, text), flush=True)
             bad += level == BAD
     print(f"\na run would {'not start: see what is bad' if bad else 'start'}")
     return int(bool(bad))
+
+
+def wrapped(level: str, text: str) -> str:
+    """Return a finding in lines of the terminal's width, or 80. Paths and flags stay whole."""
+    width = shutil.get_terminal_size().columns
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(printable(text), width, initial_indent=f"{level:5} ", subsequent_indent=" " * 6, **whole)
 
 
 def guarded(check, args) -> Findings:
@@ -163,7 +172,7 @@ def data(args) -> Findings:
     count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
     before, facts = past.manifest["config"] if past else {}, {"samples": len(splits["train"])}
     if args.skip_bad_files or not faults:  # else a run would end at one of them
-        splits, _ = check_data.skip(splits, args, World(), past)
+        splits = check_data.skip(splits, args, World(), past)[0] if args.skip_bad_files else splits
         facts = fingerprint.describe(splits, args, World())
     plan = resume.plan(args, facts, World(size=count, local_size=count), before)
     runtime.choose_threads(args, World(local_size=count), before.get("threads"))

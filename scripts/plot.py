@@ -1,7 +1,7 @@
 """Curves of runs in one picture: python scripts/plot.py out/a out/b [-o curves.png], or .svg, .pdf.
 
-Loss, metric, learning rate and throughput over the steps; a dashed line with a triangle marks where a run resumed
-after a stop or a crash.
+Loss, metrics and learning rate over the steps; a dotted line with a triangle marks where a run resumed after a stop
+or a crash. Each run has its own colour and kind of line; of more than 21 runs the first 21 are drawn.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from scripts import reading
 
 LARGEST = 1e100  # value on an axis
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+LINES = ("-", "--", ":")
+MOST_RUNS = len(COLOURS) * len(LINES)
 MOST = 24  # panels
 KINDS = (".png", ".svg", ".pdf")
 TRAIN, VAL = {"linewidth": 1, "alpha": 0.7}, {"linewidth": 2, "marker": "o", "markersize": 3}
@@ -30,51 +32,85 @@ def main(argv: list[str] | None = None) -> int:
         lines = {run: found.lines for run, found in metrics.items() if found.lines}
         faults = [f"{run}: {metrics[run].fault or 'no figures there'}" for run in args.runs if run not in lines]
         faults += [f"{run}: {metrics[run].fault}" for run in lines if metrics[run].fault]
+        if left_out := [str(run) for run in [*lines][MOST_RUNS:]]:
+            faults.append(f"only {MOST_RUNS} runs; left out: {shortened(left_out)}")
+            lines = {run: lines[run] for run in [*lines][:MOST_RUNS]}
         if not lines or args.o.suffix not in KINDS:
             wrong = "; ".join(faults) if not lines else f"-o {args.o}: one of {', '.join(KINDS)} is wanted"
             parser.exit(2, printable(f"plot.py: {wrong}\n"))
         if hidden := names_without_panel(lines):
-            more = f" and {len(hidden) - 4} more" if len(hidden) > 4 else ""
-            faults.append(f"only {MOST} panels; left out: {', '.join(hidden[:4])}{more}")
+            faults.append(f"only {MOST} panels; left out: {shortened(hidden)}")
         print(printable("".join(f"plot.py: {fault}\n" for fault in faults)), end="", file=sys.stderr)
         figure = draw(lines)
-        figure.savefig(args.o, dpi=120)
+        figure.savefig(args.o)
     except OSError as error:
         parser.exit(2, f"plot.py: {printable(str(error))}\n")
     except ModuleNotFoundError as error:
-        parser.exit(2, f"plot.py: needs {error.name}: uv pip install -r pyproject.toml --group plot\n")
+        parser.exit(2, missing(error))
     print(f"{printable(str(args.o))}: {len(lines)} run{'s' if len(lines) > 1 else ''}")
     return 0
 
 
-def draw(runs: dict[Path, list[dict]]):
-    """Return the figure of the lines of these runs."""
+def missing(error: ModuleNotFoundError) -> str:
+    return f"plot.py: needs {error.name}: uv pip install -r pyproject.toml --group plot\n"
+
+
+def shortened(names: list[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def load_pyplot():
+    """Import matplotlib, and set the look of all figures: legible at 800 pixels."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False})
-    panels = panels_of(runs)
-    figure, axes = pyplot.subplots(-(-len(panels) // 2), 2, figsize=(11, 3.6 * -(-len(panels) // 2)), squeeze=False)
+    look = {"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150}
+    pyplot.rcParams.update({**look, "font.size": 9, "legend.fontsize": 8})
+    return pyplot
+
+
+def draw(runs: dict[Path, list[dict]]):
+    """Return the figure of the lines of these runs."""
+    pyplot, panels, entries = load_pyplot(), panels_of(runs), legend_of(runs)
+    across = fitting_columns([entry.get_label() for entry in entries])
+    down = -(-len(panels) // 2)
+    size = (8, 2.7 * down + 0.17 * -(-len(entries) // across) + 0.2)
+    figure, axes = pyplot.subplots(down, 2, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, (title, curves) in zip(axes.flat, panels.items()):
         axis.set_title(title, loc="left", fontsize=11, parse_math=False)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
-        for (run, lines), colour in zip(runs.items(), COLOURS * len(runs)):
+        for (run, lines), look in zip(runs.items(), looks()):
             for name, style in curves.items():
-                axis.plot(*points(lines, name), color=colour, **style)
+                axis.plot(*points(lines, name), **look, **style)
             for step in reading.resumes(run):
-                axis.axvline(step, color=colour, linestyle=(0, (4, 3)), linewidth=1, alpha=0.7)
+                colour = look["color"]
+                axis.axvline(step, color=colour, linestyle=(0, (1, 3)), linewidth=1, alpha=0.7)
                 axis.plot(step, 0.97, marker="v", color=colour, transform=axis.get_xaxis_transform())
+        highest = [max(points(lines, "train/lr")[1], default=0) for lines in runs.values()]
+        if title == "Learning rate" and max(highest) > 10 * min(highest):
+            axis.set_yscale("log")
         if set(curves) == {"train/loss", "val/loss"}:
             axis.plot([], [], color="grey", label="training", **TRAIN)
             axis.plot([], [], color="grey", label="validation", **VAL)
             axis.legend(frameon=False)
-    label(figure, runs)
+    figure.legend(handles=entries, loc="outside upper left", ncols=across, frameon=False)
     return figure
+
+
+def looks() -> list[dict[str, str]]:
+    """Return a colour and a kind of line for each run, all colours first."""
+    return [{"color": colour, "linestyle": line} for line in LINES for colour in COLOURS]
+
+
+def fitting_columns(labels: list[str]) -> int:
+    """Return how many columns of a legend with these labels fit the width of the picture."""
+    return max(1, min(3, 128 // (max(map(len, labels)) + 9)))
 
 
 def panels_of(runs: dict) -> dict[str, dict]:
@@ -84,7 +120,6 @@ def panels_of(runs: dict) -> dict[str, dict]:
         "Loss": {"train/loss": TRAIN, "val/loss": VAL},
         **{f"Validation {name.removeprefix('val/')}": {name: VAL} for name in validation_names(runs)[: MOST - 3]},
         "Learning rate": {"train/lr": {"linewidth": 1.5}},
-        "Throughput (samples a second)": {"perf/samples_per_s": {"linewidth": 1.5}},
     }
     shown = {title: {n: look for n, look in curves.items() if n in logged} for title, curves in panels.items()}
     return {title: curves for title, curves in shown.items() if curves}
@@ -108,21 +143,19 @@ def points(lines: list[dict], name: str) -> tuple[list, list]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def label(figure, runs: dict):
-    """Write the runs' names and their last steps above the panels."""
+def legend_of(runs: dict) -> list:
+    """Return the entries of the legend: the runs' names and their last steps."""
     from matplotlib.lines import Line2D
 
     handles = []
-    for (run, lines), colour in zip(runs.items(), COLOURS * len(runs)):
+    for (run, lines), look in zip(runs.items(), looks()):
         state = run_folder.read_json(run / "outcome.json").get("state", "unknown")
         text = printable(f"{run.resolve().name} ({state}, step {max(line['step'] for line in lines)})")
-        handles.append(Line2D([], [], color=colour, linewidth=3, label=text))
+        handles.append(Line2D([], [], linewidth=2.5, label=text, **look))
     if any(reading.resumes(run) for run in runs):
-        look = {"color": "grey", "linestyle": "--", "marker": "v"}
+        look = {"color": "grey", "linestyle": ":", "marker": "v"}
         handles.append(Line2D([], [], label="went on after a stop or a crash", **look))
-    rows = -(-len(handles) // 3)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 * (rows + 0.3) / figure.get_figheight()))
-    figure.legend(handles=handles, loc="upper left", ncols=3, frameon=False)
+    return handles
 
 
 if __name__ == "__main__":

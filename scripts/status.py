@@ -1,9 +1,14 @@
-"""A table of all runs: python scripts/status.py [out] [-by best] [-watch [SECONDS]].
+"""A table of all runs: python scripts/status.py [out] [-by best] [-watch] [-wide].
 
-States: running; finished; stopped, with its state saved; failed; lost (kill -9, a lost node, a power failure);
-silent: it has not written for a while, on a disk without locks; requeued: its Slurm job continues by itself. To
-continue a run that is stopped, failed or lost, type its command again. -delete removes, after a question, the runs
-that -reset moved to out/.old.
+States: running; finished; stopped, with its state saved; failed; lost (kill -9,
+a lost node, a power failure); silent: it has not written for a while, on a disk
+without locks; requeued: its Slurm job continues by itself. To continue a run
+that is stopped, failed or lost, type its command again. -delete removes, after a
+question, the runs that -reset moved to out/.old.
+
+The table is as wide as the terminal, or 80 columns: long names are cut in the
+middle, `why` has a line of its own, and the last line names the columns that
+have no room. -wide shows all in full.
 """
 
 import argparse
@@ -12,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -22,7 +28,21 @@ from scripts import reading
 
 SILENT_S = 900.0
 SORTS = ("run", "best", "loss", "seen")
-COLUMNS = ("run", "state", "epoch", "step", "loss", "best", "speed", "left", "host", "job", "seen", "why")
+COLUMNS = ("run", "state", "epoch", "step", "loss", "best", "speed", "left", "mirror", "host", "job", "seen", "why")
+LEAST = (
+    "host",
+    "speed",
+    "step",
+    "job",
+    "seen",
+    "loss",
+    "epoch",
+    "left",
+    "mirror",
+    "best",
+)  # left out where there is no room
+LONGEST = 120  # characters of why
+NAME = 28  # characters of a run's name for which columns are left out
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         "-by", choices=SORTS, default="run", help="sort by this column, the best or newest first (run)"
     )
     parser.add_argument("-delete", action="store_true", help="remove the old runs in out/.old, after a question")
+    parser.add_argument("-wide", action="store_true", help="all columns, and names in full")
     parser.add_argument("-watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="again and again (2)")
     args = parser.parse_args(argv)
     if not args.out.is_dir():
@@ -42,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         return delete(args.out / ".old")
     try:
         while True:
-            text = table(rows(args.out, args.by))
+            width = 0 if args.wide else shutil.get_terminal_size().columns
+            text = table(rows(args.out, args.by), width=width)
             print(f"\033[2J\033[H{text}" if args.watch and sys.stdout.isatty() else text, flush=True)
             if not args.watch:
                 return 0
@@ -95,7 +117,12 @@ def row(folder: Path) -> dict[str, str]:
         return read_row(folder)
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         why = f"its files are odd ({type(error).__name__}: {error})"
-        return {**dict.fromkeys((*COLUMNS, "score"), ""), "run": folder.name, "state": "unreadable", "why": why[:60]}
+        return {
+            **dict.fromkeys((*COLUMNS, "score"), ""),
+            "run": folder.name,
+            "state": "unreadable",
+            "why": why[:LONGEST],
+        }
 
 
 def read_row(folder: Path) -> dict[str, str]:
@@ -121,11 +148,18 @@ def read_row(folder: Path) -> dict[str, str]:
         "score": str(float(top["score"])) if top else "",  # for sorting: higher is better
         "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if figures.get("perf/samples_per_s") else "",
         "left": left if found == "running" else "",
+        "mirror": mirror(folder),
         "host": str(outcome.get("host", "")),
         "job": str(job or ""),
         "seen": f"{span(seen)} ago",
-        "why": metrics.fault or ("" if found in ("running", "finished") else reason[:60]),
+        "why": metrics.fault or ("" if found in ("running", "finished") else reason[:LONGEST]),
     }
+
+
+def mirror(folder: Path) -> str:
+    """Return how many steps the copy of -mirror is behind the newest checkpoint; "" without a copy."""
+    behind = run_folder.read_json(folder / "mirror.json").get("behind")
+    return "" if behind is None else f"{behind} steps behind" if behind else "whole"
 
 
 def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
@@ -188,15 +222,51 @@ def one_line(text: object) -> str:
     return printable(str(text)).replace("\n", "\\n").replace("\t", " ")
 
 
-def table(rows: list[dict]) -> str:
-    """Return the rows in columns, without the empty columns."""
+def table(rows: list[dict], columns: tuple[str, ...] = COLUMNS, width: int = 0) -> str:
+    """Return the rows in columns, the first two and those that are not empty, at most `width` wide if it is not 0."""
     if not rows:
         return "no runs here"
-    rows = [{name: one_line(value) for name, value in row.items()} for row in rows]
-    shown = [name for name in COLUMNS if name in COLUMNS[:2] or any(row[name] for row in rows)]
-    wide = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
+    rows = [{name: one_line(row.get(name, "")) for name in columns} for row in rows]
+    shown = [name for name in columns if name in columns[:2] or any(row[name] for row in rows)]
+    if not width:
+        return "\n".join(lines_of(rows, shown))
+    columns_of_why = [name for name in shown if name == "why"]
+    shown = [name for name in shown if name != "why"]
+    hidden = []
+    for name in LEAST:
+        if width_of(rows, shown, NAME) > width and name in shown:
+            shown.remove(name)
+            hidden.append(name)
+    room = max(8, width - width_of(rows, shown, 0))
+    head, *lines = lines_of([{**row, "run": cut(row["run"], room)} for row in rows], shown)
+    if columns_of_why:
+        whys = [textwrap.fill(row["why"], width, initial_indent="  ", subsequent_indent="  ") for row in rows]
+        lines = [f"{line}\n{why}" if why else line for line, why in zip(lines, whys)]
+    note = textwrap.fill(f"no room for {', '.join(hidden)}: -wide shows all", width)
+    return "\n".join([head, *lines, *([note] if hidden else [])])
+
+
+def lines_of(rows: list[dict], shown: list[str]) -> list[str]:
+    """Return a line for each row, below that of the columns' names."""
+    wide = widths(rows, shown)
     heads = {name: name for name in shown}
-    return "\n".join("  ".join(row[name].ljust(wide[name]) for name in shown).rstrip() for row in (heads, *rows))
+    return ["  ".join(row[name].ljust(wide[name]) for name in shown).rstrip() for row in (heads, *rows)]
+
+
+def widths(rows: list[dict], shown: list[str]) -> dict[str, int]:
+    return {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
+
+
+def width_of(rows: list[dict], shown: list[str], name: int) -> int:
+    """Return how wide a table is whose runs' names have at most `name` characters."""
+    wide = widths(rows, shown)
+    return sum({**wide, "run": min(name, wide["run"])}.values()) + 2 * (len(shown) - 1)
+
+
+def cut(text: str, room: int) -> str:
+    """Return a text in so many characters: its beginning and its end, which tell the trials of a sweep apart."""
+    start = (room - 2) // 3
+    return text if len(text) <= room else f"{text[:start]}..{text[len(text) - (room - 2 - start) :]}"
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 Values with commas make a grid. With -trials 50, Optuna chooses from such values and from ranges, log:1e-4:1e-2 or
 lin:0:0.5; a range with whole ends gives whole numbers. Only flags that change the result can vary; all others are
-passed to train.py. Each trial is an ordinary run, named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model
-gives another name than sweep.
+passed to train.py. A flag of one -arch, -dataset or -trainer goes to the trials that have it. Each trial is an
+ordinary run, named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model gives another name than sweep.
 
-A line for each trial says how it ended; then come a table, best first, and the curves of the best, out/sweep.png.
-After Ctrl-C, kill -9 or a failure, type the same command again: trials that are finished or pruned stay as they are,
-the others continue from their checkpoints.
+A line for each trial says how it ended; then come a table, best first, with mean and deviation over the seeds, and
+two pictures: the score against each flag, out/sweep.png, and the curves, out/sweep_curves.png. After Ctrl-C, kill -9
+or a failure, type the same command again: trials that are finished or pruned stay as they are, the others continue
+from their checkpoints.
 """
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -35,14 +37,18 @@ from zlib import crc32
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
-from lib.config import flags
+from lib.config import flags, plugins
+from lib.config.args import last_value, read_cfg
+from lib.config.args import new_parser as new_train_parser
 from lib.config.parser import NEGATIVE, Parser
+from lib.config.plugins import BUILDERS
 from lib.config.types import DIGITS, whole
-from lib.launch import environment, slurm
+from lib.launch import environment
 from lib.utils import files, signals
 from lib.utils.checkpoint import atomic, run_folder
-from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError, printable, run_program
-from scripts import plot, reading, status
+from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError, load_optional, printable, run_program
+from scripts import reading, status
+from scripts import sweep_results as results
 
 POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the processes, the metrics, Slurm's queue
 ENOUGH = 3  # finished trials that are needed before one is pruned
@@ -51,7 +57,8 @@ ONE_RUN = ("reset", "eval", "debug", "check_data", "check_resume", "slurm_dry") 
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        return sweep(*parse(sys.argv[1:] if argv is None else argv))
+        plan, options = parse(sys.argv[1:] if argv is None else argv)
+        return show(plan, options) if options.show else sweep(plan, options)
     except UsageError as error:
         print(printable(f"sweep.py: {' '.join(str(error).split())}"), file=sys.stderr)
         return USAGE
@@ -59,35 +66,46 @@ def main(argv: list[str] | None = None) -> int:
         return STOPPED
 
 
-def sweep(plan: "Plan", prune_from: int | None, optuna: bool) -> int:
+def sweep(plan: "Plan", options: argparse.Namespace) -> int:
     """Run all trials and print the results. Returns the exit code."""
     if plan.args.slurm and not shutil.which("squeue"):
         raise UsageError("-slurm: there is no Slurm on this machine: start on a login node, or without -slurm")
     out, varied = Path(plan.args.out), " ".join(f"-{name}" for name in plan.spaces)
     out.mkdir(parents=True, exist_ok=True)
-    study = Study(out / f"{plan.name}.db", plan) if optuna else None
+    study = Study(out / f"{plan.name}.db", plan) if options.trials else None
     print(f"{plan.name}: {plan.count} trials over {varied}, {len(plan.slots)} at once", flush=True)
-    runner = Runner(plan, prune_from, study)
+    runner = Runner(plan, options.prune, study)
     runner.run(study.trials() if study else iter(plan.examples))
 
-    trials = sorted(runner.ended, key=lambda trial: -trial.best.get("score", -math.inf))
-    print(f"\n{status.table([trial.row() for trial in trials])}")
+    print(f"\n{results.table(runner.ended, [*plan.spaces])}")
     if runner.stopping:
         print(f"stopped: the same command continues{'; the jobs go on by themselves' if plan.args.slurm else ''}")
         return STOPPED
-    if drawn := [str(trial.folder) for trial in trials if trial.best][: len(plot.COLOURS)]:
-        with contextlib.suppress(SystemExit):  # matplotlib is missing, and plot.main has printed so
-            plot.main([*drawn, "-o", str(out / f"{plan.name}.png")])
-    states = {trial.state for trial in trials}
+    if not options.only:
+        results.draw(runner.ended, plan)
+    states = {trial.state for trial in runner.ended}
     return EXIT_CODES[next((state for state in ("failed", "stopped") if state in states), "finished")]
 
 
-def parse(argv: list[str]) -> tuple["Plan", int | None, bool]:
-    """Return the plan, the epoch from which on trials are pruned, and whether Optuna chooses. Raises UsageError."""
+def show(plan: "Plan", options: argparse.Namespace) -> int:
+    """Print the table and draw the pictures of what is there; start nothing. Returns the exit code."""
+    file = Path(plan.args.out) / f"{plan.name}.db"
+    if options.trials and not file.exists():
+        raise UsageError(f"-show: there is no {file}")
+    trials = Study(file, plan).known_trials() if options.trials else plan.examples
+    for trial in trials:
+        trial.state = trial.settled() or (status.row(trial.folder)["state"] if trial.outcome else "not started")
+    print(results.table(trials, [*plan.spaces]))
+    results.draw(trials, plan)
+    return 0
+
+
+def parse(argv: list[str]) -> tuple["Plan", argparse.Namespace]:
+    """Return the plan and the sweep's own flags. Raises UsageError."""
     pairs, parser = group_by_flag(argv), new_parser()
     own = {option.lstrip("-") for option in parser._option_string_actions}
     options = parser.parse_args([part for name, values in pairs if name in own for part in (f"-{name}", *values)])
-    return Plan([pair for pair in pairs if pair[0] not in own], options), options.prune, bool(options.trials)
+    return Plan([pair for pair in pairs if pair[0] not in own], options), options
 
 
 def new_parser() -> Parser:
@@ -101,6 +119,8 @@ def new_parser() -> Parser:
     parser.add_argument("-gpus_per_trial", type=whole(1), metavar="N", help="share -gpus out, N to a trial (all)")
     rule = "from epoch N on (1), stop trials that are below the median of the finished ones at the same epoch"
     parser.add_argument("-prune", type=whole(1), nargs="?", const=1, metavar="N", help=rule)
+    parser.add_argument("-only", type=whole(1), metavar="N", help="run the N-th trial alone: a task of a Slurm array")
+    parser.add_argument("-show", action="store_true", help="table and pictures of what is there; start nothing")
     return parser
 
 
@@ -153,6 +173,7 @@ class Trial:
 
     args: config.Args
     arguments: list[str]  # the arguments of train.py
+    values: dict[str, str]  # of the flags that vary, as they are typed
     number: int | None = None  # in Optuna's study
     slot: list[str] | None = None  # the flags for its GPUs; None: it waits for a slot
     process: BaseProcess | None = None  # under Slurm the process that submits the job
@@ -185,27 +206,19 @@ class Trial:
         printed = reading.tail(self.folder / "output.log").strip()
         return printed.rpartition("\n")[2] or f"exit code {self.code}"
 
-    def row(self) -> dict[str, str]:
-        """Return its row in a table of scripts/status.py."""
-        known = status.row(self.folder) if self.outcome else {}
-        shown = {name: known.get(name, "") for name in ("epoch", "loss", "best")}
-        why = self.why()[:60] if self.state == "failed" else ""
-        own = {"run": self.args.model, "state": self.state, "why": why}
-        return {**dict.fromkeys(status.COLUMNS, ""), **shown, **own}
-
 
 class Plan:
     """The flags that vary, those that do not, and the slots of the trials that run at once."""
 
     def __init__(self, pairs: list[tuple[str, list[str]]], options):
-        self.spaces, self.arguments, self.name = {}, [], "sweep"
+        self.spaces, self.fixed, self.name = {}, [], "sweep"
         for name, values in pairs:
             value = values[0] if len(values) == 1 else ""
             space = space_of(name, value) if value and name not in flags.rules().free else None
             if space:
                 self.spaces[name] = space
             else:
-                self.arguments += [f"-{name}", *values]
+                self.fixed.append((name, values))
             self.name = value if name == "model" and value else self.name
         if not self.spaces:
             example = "a range, as -lr_start log:1e-4:1e-2"
@@ -215,8 +228,15 @@ class Plan:
         ranges = [name for name, space in self.spaces.items() if space.scale]
         if ranges and not options.trials:
             raise UsageError(f"-{ranges[0]} is a range: add -trials N, how many trials Optuna chooses")
+        self.plugins = self._plugins()
+        self.flags = set().union(*map(flags_of, itertools.product(*self.plugins.values())))
         self.examples = [self.trial(values) for values in self._examples(bool(options.trials))]
         self.args = args = self.examples[0].args
+        if number := options.only:
+            if options.trials or options.show or args.slurm or number > len(self.examples):
+                wrong = f"-only {number}: this grid has {len(self.examples)} trials"
+                raise UsageError(f"{wrong}; -trials, -show and -slurm are for all of them")
+            self.examples = [self.examples[number - 1]]
         self.count = options.trials or len(self.examples)
         jobs = options.jobs or (self.count if args.slurm and not options.trials else 1)
         self.slots = [[] for _ in range(min(jobs, self.count))]
@@ -231,22 +251,55 @@ class Plan:
         """Return the values of all trials. If Optuna chooses: enough for each choice and each end of a range."""
         lists = {name: space.values for name, space in self.spaces.items()}
         if not chosen:
-            return [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
-        first = {name: values[0] for name, values in lists.items()}
-        return [{**first, name: value} for name, values in lists.items() for value in values]
+            grid = [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
+        else:
+            first = {name: values[0] for name, values in lists.items()}
+            starts = [
+                {**first, **dict(zip(self.plugins, values))} for values in itertools.product(*self.plugins.values())
+            ]
+            grid = [{**one, name: value} for one in starts for name, values in lists.items() for value in values]
+        return [dict(pairs) for pairs in dict.fromkeys(tuple(self.known(values).items()) for values in grid)]
+
+    def _plugins(self) -> dict[str, list[str]]:
+        """Return the names that -dataset, -arch and -trainer may have."""
+        argv = [part for name, values in self.fixed for part in (f"-{name}", *values)]
+        file, default = last_value("cfg", argv), new_train_parser().get_default
+        entries = read_cfg(file) if file else {}
+        one = {kind: last_value(kind, argv) or ",".join(entries.get(kind, [])) or default(kind) for kind in BUILDERS}
+        return {kind: self.spaces[kind].values if kind in self.spaces else [name] for kind, name in one.items()}
+
+    def has(self, name: str, values: dict[str, str]) -> bool:
+        """Whether a trial of these values has this flag. A flag that no trial has is left to train.py to refuse."""
+        chosen = tuple(values.get(kind, names[0]) for kind, names in self.plugins.items())
+        return name in flags_of(chosen) or name not in self.flags
+
+    def known(self, values: dict[str, str]) -> dict[str, str]:
+        """Return the values of the flags that a trial of these values has, in the order in which they were typed."""
+        return {name: values[name] for name in self.spaces if name in values and self.has(name, values)}
 
     def trial(self, values: dict[str, str], number: int | None = None) -> Trial:
         """Return the trial of these values. Raises UsageError if train.py would refuse them."""
+        values = self.known(values)
         model = "_".join([self.name, *(f"{name}_{value}" for name, value in values.items())])
         if re.search(r"[^A-Za-z0-9._-]", model) or len(model) > 100:
             digest = hashlib.sha256(model.encode()).hexdigest()[:10]
             model = f"{re.sub(r'[^A-Za-z0-9._-]', '-', model)[:89]}_{digest}"
-        arguments = [*self.arguments, *(f"-{name}={value}" for name, value in values.items()), "-model", model]
+        fixed = [part for name, typed in self.fixed if self.has(name, values) for part in (f"-{name}", *typed)]
+        arguments = [*fixed, *(f"-{name}={value}" for name, value in values.items()), "-model", model]
         args = config.parse_args(arguments)
         if wrong := next((flag for flag in ONE_RUN if getattr(args, flag)), ""):
             raise UsageError(f"-{wrong} is for a single run; another -model NAME starts a new sweep")
         check_earlier(run_folder.path_of(args), args)
-        return Trial(args, arguments, number)
+        return Trial(args, arguments, values, number)
+
+
+@functools.cache
+def flags_of(plugins_chosen: tuple[str, ...]) -> set[str]:
+    """Return the names of all flags of train.py with this dataset, arch and trainer."""
+    parser = new_train_parser()
+    for kind, name in zip(BUILDERS, plugins_chosen):
+        parser.add_plugin_flags(plugins.load_flags(kind, name), kind)
+    return {option.lstrip("-") for option in parser._option_string_actions}
 
 
 def check_earlier(run: Path, args: config.Args):
@@ -284,15 +337,20 @@ class Study:
 
     def trials(self) -> Iterator[Trial]:
         """Yield the trials that were chosen before, then new ones up to the plan's count."""
-        saved = [self.optuna.trial.Trial(self.study, one._trial_id) for one in self.study.trials]
-        yield from [self.choose(one) for one in saved]
+        yield from self.known_trials()
         while len(self.study.trials) < self.plan.count:
             yield self.choose(self.study.ask())
+
+    def known_trials(self) -> list[Trial]:
+        """Return the trials that were chosen before."""
+        return [self.choose(self.optuna.trial.Trial(self.study, one._trial_id)) for one in self.study.trials]
 
     def choose(self, one) -> Trial:
         """Return Optuna's trial as ours. Its values follow from -seed, its number and the results so far."""
         values = {}
-        for name, space in self.plan.spaces.items():
+        for name, space in sorted(self.plan.spaces.items(), key=lambda pair: pair[0] not in BUILDERS):
+            if not self.plan.has(name, values):  # the plugins are chosen first
+                continue
             seed = crc32(f"{self.plan.args.seed} {one.number} {name}".encode())
             self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
             try:
@@ -374,7 +432,7 @@ class Runner:
             return True
         if not self.slurm:
             return bool(reading.is_locked(trial.folder))
-        jobs = str(slurm.job_folder(trial.args))
+        jobs = str(load_optional("lib.launch.slurm", "-slurm").job_folder(trial.args))
         mine = [job for job, folder in self.queue or () if job == trial.args.model and folder.startswith(jobs)]
         return self.queue is None or bool(mine)
 
@@ -409,7 +467,8 @@ class Runner:
             self.curves.append(curve(trial.folder, trial.best))
         if self.study:
             self.study.tell(trial)
-        about = f"{trial.why()} ({trial.folder / 'output.log'})" if state == "failed" else trial.row()["best"]
+        about = f"{trial.best['metric']} {status.short(trial.best['value'])}" if trial.best else ""
+        about = f"{trial.why()} ({trial.folder / 'output.log'})" if state == "failed" else about
         seconds = f"in {status.span(time.monotonic() - trial.started)}" if trial.started else "before"
         line = f"[{len(self.ended)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip()
         print(status.one_line(line), flush=True)

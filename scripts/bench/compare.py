@@ -97,7 +97,7 @@ class Run:
     seconds: float
     cpu: float  # seconds, of all its processes
     step: int
-    figures: dict[str, float]  # train_loss; val_loss, val_accuracy, samples_per_s, memory where it has them
+    figures: dict[str, float]  # train_loss; val_loss, val_accuracy, samples_per_s, memory_gb where it has them
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def read_train_py(out: Path) -> tuple[int, dict[str, float]]:
         "val_loss": "val/loss",
         "val_accuracy": "val/accuracy",
         "samples_per_s": "perf/samples_per_s",
-        "memory": "perf/memory",
+        "memory_gb": "perf/memory_gb",
     }
     figures = {name: logged[tag] for name, tag in names.items() if tag in logged}
     return json.loads(outcome.read_text())["step"], figures

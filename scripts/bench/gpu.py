@@ -140,7 +140,7 @@ def images(flags: str, options: compare.Options) -> dict:
         "ours_per_s": ours["samples_per_s"],
         "limit_per_s": limit["samples_per_s"],
         "ratio": ours["samples_per_s"] / limit["samples_per_s"],
-        "memory_gb": ours["memory"] / 1e9,
+        "memory_gb": ours["memory_gb"],
     }
 
 
@@ -165,7 +165,7 @@ def tokens(flags: str, options: compare.Options, device: torch.device) -> dict:
         "share_of_matrix_rate": flops / matrix,
         "step_ms": 1e3 * flag(flags, "batch_size") / ours["samples_per_s"],
         "ratio_to_limit": ours["samples_per_s"] / limit["samples_per_s"],
-        "memory_gb": ours["memory"] / 1e9,
+        "memory_gb": ours["memory_gb"],
     }
 
 

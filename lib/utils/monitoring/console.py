@@ -76,6 +76,6 @@ def format_training(figures: dict[str, float], others: dict[str, float]) -> str:
     parts = [
         "loss {loss:.4g}  mean {loss_mean:.4g}  lr {lr:.1e}  grad {grad_norm:.3g}".format(**figures),
         f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s",
-        f"data {100 * figures['data_share']:.0f} %  mem {figures['memory'] / 1e9:.2f} GB",
+        f"data {100 * figures['data_share']:.0f} %  mem {figures['memory_gb']:.2f} GB",
     ]
     return "  ".join([*parts, *(f"{name} {value:.4g}" for name, value in others.items())])

@@ -4,7 +4,7 @@ import logging
 import math
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,32 +13,22 @@ from lib.utils.distributed import World
 from lib.utils.errors import load_optional
 from lib.utils.monitoring import console, metrics
 
-if TYPE_CHECKING:
-    from lib.utils.data.plan import Plan
-
 log = logging.getLogger(__name__)
 
 
 class NoLogger:
     """The methods of Logger, which do nothing: for -debug, for -eval, and for most ranks of a run."""
 
-    def step(self) -> None:
+    def _ignore(self, *_: Any) -> None:
         """Do nothing."""
 
-    def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
-        """Do nothing."""
-
-    def log_evaluation(self, state: Any, split: str, figures: dict) -> None:
-        """Do nothing."""
-
-    def close(self, outcome: dict | None = None) -> None:
-        """Do nothing."""
+    step = log_training = log_evaluation = close = _ignore
 
 
 class Logger:
     """The logger of a run, on its writers. A public method is one of NoLogger, too."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, plan: "Plan", start_step: int):
+    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, start_step: int):
         from torch.utils.tensorboard import SummaryWriter, summary
 
         self.folder, self.args, self.plan, self.start_step = folder, args, plan, start_step
@@ -126,11 +116,20 @@ class Logger:
             return
         if self._board:  # first: it has every line of metrics.jsonl, also after kill -9
             try:
-                for tag, value in tagged.items():
-                    self._board.add_scalar(tag, value, state.step)
+                for name, value in tagged.items():
+                    self._board.add_scalar(tensorboard_tag(name), value, state.step)
                 self._board.flush()
             except OSError as error:
                 self._board = None
                 log.warning("nothing more is written for TensorBoard (%s); training continues", error)
         place = {"step": state.step, "epoch": state.epoch, "samples": state.samples}
         metrics.write_line(self.metrics_file, place | tagged)
+
+
+def tensorboard_tag(name: str) -> str:
+    """Return a figure's tag in TensorBoard, which unfolds only the first two groups: losses, then metrics and lr."""
+    split, _, figure = name.partition("/")
+    if not split.startswith("val") and name not in ("train/loss", "train/lr"):
+        return name
+    # Its curves sort "/" before "-". Its table of hparams sorts "-" before "/": there the metrics come first.
+    return f"{'learning' if figure == 'loss' else 'learning-metrics'}/{figure}_{split}"

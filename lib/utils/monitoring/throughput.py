@@ -45,7 +45,7 @@ class Throughput:
         figures = {
             "samples_per_s": (state.samples - self._samples) / seconds,
             "data_share": min(self._waited / seconds, 1.0),
-            "memory": memory(self._device),
+            "memory_gb": memory(self._device) / 1e9,
             "left_s": step_seconds * (self._total_steps - state.step),
         }
         self._samples, self._interval_start, self._waited = state.samples, now, 0.0

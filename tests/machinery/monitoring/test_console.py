@@ -102,7 +102,7 @@ def test_a_traceback_is_in_the_log_file_and_not_on_the_terminal(tmp_path):
 
 
 FIGURES = {"loss": 0.1234, "loss_mean": 0.15, "lr": 1e-3, "grad_norm": 0.52}
-FIGURES |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9}
+FIGURES |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory_gb": 1.2}
 
 
 def test_a_log_line_has_short_names_and_units():

@@ -201,4 +201,4 @@ def methods(kind):
 
 
 def test_what_does_nothing_has_the_methods_of_the_real_one():
-    assert methods(NoLogger) == methods(Logger) != {}
+    assert methods(NoLogger).keys() == methods(Logger).keys() != {}

@@ -3,22 +3,26 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.parse
 import urllib.request
 
+import needs
+import numpy as np
 import ports
 import pytest
+from PIL import Image
 from processes import CLEAN, ROOT, address_in, until
-from runs import lines
+from runs import lines, run
 
 from lib import config
 from lib.utils.checkpoint.state import State
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
-from lib.utils.monitoring.logger import Logger
+from lib.utils.monitoring.logger import Logger, tensorboard_tag
 
 
 def new_logger(folder, start_step=0, flags=""):
@@ -53,7 +57,7 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     assert names[0] == "lr_start" and "arch" in names, "the flags of all runs, those that differ first"
     assert "workers" not in names, "it does not change the result"
     assert experiment["hparamInfos"][0]["type"] == "DATA_TYPE_FLOAT64"
-    assert "val/loss" in [one["name"]["tag"] for one in experiment["metricInfos"]]
+    assert "learning/loss_val" in [one["name"]["tag"] for one in experiment["metricInfos"]]
 
     assert "TensorBoard" in fetch(other), "Ctrl-C stops only the run"
     second.kill()
@@ -75,10 +79,10 @@ def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step
         try:
             address = f"{address_in(server.stdout.readline())}data/plugin/scalars/"
             tags = lambda: json.loads(fetch(address, "tags")).get("killed", {}).keys()  # noqa: E731
-            until(lambda: tags() == figures.keys())  # all is read
-            assert figures.keys() > {"train/loss", "val/accuracy", "test/loss", "perf/memory"}
-            for tag, points in figures.items():
-                query = urllib.parse.urlencode({"run": "killed", "tag": tag})
+            until(lambda: tags() == {tensorboard_tag(name) for name in figures})  # all is read
+            assert figures.keys() > {"train/loss", "val/accuracy", "test/loss", "perf/memory_gb"}
+            for name, points in figures.items():
+                query = urllib.parse.urlencode({"run": "killed", "tag": tensorboard_tag(name)})
                 served = json.loads(fetch(address, f"scalars?{query}"))
                 wanted = [(step, pytest.approx(value)) for step, value in points]
                 assert [tuple(point[1:]) for point in served] == wanted
@@ -93,3 +97,28 @@ def figures_of(folder) -> dict[str, list[tuple[int, float]]]:
         for tag in line.keys() - {"step", "epoch", "samples"}:
             figures.setdefault(tag, []).append((line["step"], line[tag]))
     return figures
+
+
+@needs.require("" if shutil.which("chromium") else "needs chromium: apt-get install chromium")
+def test_the_first_screen_shows_the_losses_then_the_metrics_and_the_learning_rate(tmp_path, serve):
+    run(tmp_path / "out", "-cpu 1 -arch mlp -epochs 3 -log_every 5 -model first")
+    address = address_in(serve(tmp_path / "out").stdout.readline())
+    experiment = json.loads(fetch(address, "data/plugin/hparams/experiment?request=%7B%7D"))
+    assert experiment["metricInfos"][0]["name"]["tag"] == "learning-metrics/accuracy_val", "first in hparams"
+    browser = ["chromium", *"--headless --no-sandbox --disable-gpu --virtual-time-budget=20000".split()]
+    browser += [f"--user-data-dir={tmp_path / 'profile'}", address]
+    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 120, "cwd": tmp_path}
+
+    def charts():
+        page = subprocess.check_output([*browser, "--dump-dom", "--window-size=1440,1600"], **quiet)
+        return re.findall(r'class="tag"[^>]* title="learning(\S+)"', page)
+
+    def curves():  # the first two charts: below the bar, right of the list of runs; drawn by threads, maybe too late
+        subprocess.check_output([*browser, "--screenshot", "--window-size=1440,900"], **quiet)
+        screen = np.asarray(Image.open(tmp_path / "screenshot.png").convert("RGB")).astype(int)
+        coloured = [np.ptp(screen[310:530, left : left + 340], axis=2) > 20 for left in (370, 810)]
+        return min(one.any(0).mean() for one in coloured)
+
+    first = ["/loss_train", "/loss_val", "-metrics/accuracy_val", "-metrics/f1_val", "-metrics/lr_train"]
+    until(lambda: charts() == first, what=lambda: charts())
+    until(lambda: curves() > 0.5, what="curves over most of both charts' width")

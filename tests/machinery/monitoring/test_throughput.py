@@ -47,6 +47,6 @@ def test_speed_data_share_and_time_left_are_computed_from_the_clock(monkeypatch)
         figures.append(rate.interval(state))
         clock[0] += 3  # an evaluation
     assert seen == [*range(4)] * 2
-    first, second = ({name: figure for name, figure in one.items() if name != "memory"} for one in figures)
+    first, second = ({name: figure for name, figure in one.items() if name != "memory_gb"} for one in figures)
     assert first == {"samples_per_s": 4.5, "data_share": 0.25, "left_s": 16 * 8 / 4}
     assert second == {"samples_per_s": 4.0, "data_share": 0.25, "left_s": 12 * 19 / 8}

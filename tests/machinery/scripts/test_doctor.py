@@ -1,5 +1,6 @@
 """scripts/doctor.py reports whether a run would start, and what prevents it."""
 
+import re
 import subprocess
 import sys
 
@@ -7,10 +8,11 @@ from processes import CLEAN, ROOT
 
 
 def run_doctor(*flags, code, **env) -> list[str]:
-    command, env = [sys.executable, "scripts/doctor.py", *flags], {**CLEAN, **env}
+    command, env = [sys.executable, "scripts/doctor.py", *flags], {**CLEAN, "COLUMNS": "80", **env}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert run.returncode == code, run.stdout + run.stderr
-    return run.stdout.splitlines()
+    assert all(len(line) <= 80 or " " not in line[6:] for line in run.stdout.splitlines()), "80 columns"
+    return re.sub(r"\n {6}", " ", run.stdout).splitlines()
 
 
 def test_a_machine_that_can_train_passes_and_no_file_is_left(tmp_path):

@@ -1,7 +1,5 @@
 """scripts/plot.py draws the logged metrics, and marks where runs resumed."""
 
-import sys
-
 import pytest
 from runs import run
 
@@ -24,8 +22,7 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
     lines = {folder: reading.lines(folder) for folder in two_runs}
     figure = plot.draw(lines)
     titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
-    shown = ["Loss", "Validation accuracy", "Validation f1", "Learning rate", "Throughput (samples a second)"]
-    assert list(titles) == shown
+    assert list(titles) == ["Loss", "Validation accuracy", "Validation f1", "Learning rate"]
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles["Validation accuracy"].get_lines()]
     for folder in two_runs:
         truth = [(line["step"], line["val/accuracy"]) for line in lines[folder] if "val/accuracy" in line]
@@ -37,8 +34,15 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
     assert legend == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
 
 
-def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path, script_error, monkeypatch):
-    assert "no figures there" in script_error(plot, tmp_path)
-    assert "one of .png, .svg, .pdf" in script_error(plot, two_runs[0], "-o", tmp_path / "x.gif")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs matplotlib: uv pip" in script_error(plot, two_runs[0], "-o", tmp_path / "x.png")
+def test_21_runs_differ_and_more_are_named_as_left_out(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason=NEEDED)
+    runs = [tmp_path / f"{'long_' * 18}{number:02}" for number in range(23)]
+    for run_folder in runs:
+        run_folder.mkdir()
+        (run_folder / "metrics.jsonl").write_text('{"step": 1, "val/loss": 2.0}\n')
+    assert plot.main([*map(str, runs), "-o", str(tmp_path / "x.png")]) == 0
+    assert f"only 21 runs; left out: {runs[21]}, {runs[22]}\n" in capsys.readouterr().err
+    figure = plot.draw({folder: reading.lines(folder) for folder in runs[:21]})
+    figure.canvas.draw()
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()}) == 21
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1

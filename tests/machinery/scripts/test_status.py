@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 
 import pytest
 from processes import until
@@ -36,6 +37,11 @@ def test_finished_stopped_and_failed_runs_are_shown_with_their_reasons(tmp_path)
     assert found["whole"]["best"] == f"accuracy {saved_best['value']:.4g}"
     assert found["whole"]["speed"].endswith("/s") and float(found["whole"]["loss"]) > 0
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
+    long = [{**row, "run": f"{'name_' * 19}{row['run']}", "left": "1:02:03"} for row in found.values()]
+    lines = status.table(long, width=80).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[-1].startswith("no room for host, ")
+    assert re.search(r"^name_.*\.\..*name_short +stopped .*\n  -limit_steps 7 is reached$", "\n".join(lines), re.M)
+    assert all(row["run"] in status.table(long) for row in long), "-wide shows all"
 
 
 @pytest.mark.parametrize(("answer", "gone"), [("y\n", True), ("\n", False), ("", False)])

@@ -1,12 +1,15 @@
 """scripts/sweep.py runs each trial once and to its end, even if it is stopped; wrong flags are one line."""
 
 import contextlib
+import itertools
 import json
 import re
 import signal
 import sqlite3
+import statistics
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import needs
@@ -14,7 +17,7 @@ import pytest
 from processes import CLEAN, ROOT, until
 from runs import outcome, run, weights
 
-from scripts import reading, status, sweep
+from scripts import reading, status, sweep, sweep_results
 
 TINY = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 2 -log_every 5"
 LONG = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 15 -save_every 2epochs"
@@ -69,16 +72,17 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uni
     assert output.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n")
     assert output.count(" finished before ") == 4
     assert sorted(folder.name for folder in reading.folders(uninterrupted)) == TRIALS
-    rows = re.findall(r"^(sweep_\S+) +finished +15/15 .* accuracy (\S+)", output, re.M)
-    scores = [float(score) for _, score in rows]
-    assert len(rows) == 4 and scores == sorted(scores, reverse=True)
-    best = [status.row(uninterrupted / name)["best"] for name, _ in rows]
-    assert best == [f"accuracy {score}" for _, score in rows], "the same as in scripts/status.py"
+    rows = re.findall(r"^(1e-\d) +(\S+) +(\S+) +2 +finished  sweep_seed_", output, re.M)
+    for lr, mean, deviation in rows:
+        values = [outcome(uninterrupted / f"sweep_seed_{seed}_lr_start_{lr}")["best"]["value"] for seed in (1, 2)]
+        assert (mean, deviation) == (f"{statistics.mean(values):.4g}", f"{statistics.stdev(values):.2g}")
+    assert len(rows) == 2 and float(rows[0][1]) > float(rows[1][1]), "best first"
     plain = run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain")
     trial_weights = weights(uninterrupted / TRIALS[3])
     assert all((trial_weights[name] == value).all() for name, value in weights(plain).items())
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
-    assert (uninterrupted / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    pictures = [(uninterrupted / f"sweep{name}.png").read_bytes() for name in ("", "_curves")]
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 
 def test_a_sweep_that_was_stopped_and_then_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
@@ -112,14 +116,15 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(
     line = re.search(r"^\[1/2\] mine_lr_start_1e30: failed in .* (\S+)\)$", output, re.M)
     assert "gradient" in line[0] and "Traceback" in Path(line[1].strip("(")).read_text()
     assert "[2/2] mine_lr_start_1e-2: finished" in output
-    assert output.index("mine_lr_start_1e-2  finished") < output.index("mine_lr_start_1e30  failed"), "best first"
+    assert re.search(r"^1e-2 .* finished  mine.*\n1e30 .* failed ", output, re.M), "best first"
+    assert re.search(r"^1e-2 .* finished  mine.*\n1e30 .* failed ", run_sweep(tmp_path, f"{flags} -show"), re.M)
     output = run_sweep(tmp_path, flags, expected_code=1)
     assert "mine_lr_start_1e-2: finished before" in output and "mine_lr_start_1e30: failed in" in output
 
 
 def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path):
     def trial(name, values, state="", sign=-1):
-        one = sweep.Trial(sweep.config.parse_args(["-out", str(tmp_path), "-model", name]), [])
+        one = sweep.Trial(sweep.config.parse_args(["-out", str(tmp_path), "-model", name]), [], {})
         one.state = state
         one.folder.mkdir()
         lines = [{"step": n, "epoch": n + 1, "val/loss": value} for n, value in enumerate(values)]
@@ -157,6 +162,8 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         ("-seed 1,2 -reset", "-reset is for a single run"),
         ("-seed 1,2 -gpus 0,1 -gpus_per_trial 3", "-gpus_per_trial 3 needs"),
         ("-seed 1,2 -jobs 0", "-jobs"),
+        ("-seed 1,2 -only 3", "-only 3: this grid has 2 trials"),
+        ("-arch convnet,resnet -mlp_width 8,16", "unknown flag -mlp_width: it is a flag of -arch mlp"),
         ("mlp -seed 1,2", "belongs to no flag"),
         ("-seed lin:1:9 -trials 3", "-trials needs Optuna: uv pip"),
     ],
@@ -169,11 +176,33 @@ def test_wrong_flags_are_refused_in_one_line_before_the_first_trial(flags, messa
     assert not output.out and not list(tmp_path.glob("out/*"))
 
 
-def test_gpus_are_divided_among_the_trials_or_all_trials_get_all_of_them():
-    assert plan_of("-seed 1,2 -gpus 0,1,2,3,4 -gpus_per_trial 2").slots == [["-gpus", "0,1"], ["-gpus", "2,3"]]
-    assert plan_of("-seed 1,2,3 -gpus 0,1 -jobs 2").slots == [[], []]
-    assert plan_of("-seed 1,2 -gpus 0,1").examples[0].args.gpus == "0,1"
-    assert len(plan_of("-seed 1,2 -jobs 9").slots) == 2, "no more slots than trials"
+def test_a_flag_of_one_arch_is_for_its_trials_alone():
+    flags = "-arch mlp,convnet -mlp_width 8,16 -mlp_depth 2 -seed 1,2"
+    trials = plan_of(flags).examples
+    of_mlp = [{"arch": "mlp", "mlp_width": width, "seed": seed} for width in ("8", "16") for seed in "12"]
+    assert [one.values for one in trials] == [*of_mlp, *({"arch": "convnet", "seed": seed} for seed in "12")]
+    assert [one.args.mlp_depth for one in trials[:4]] == [2] * 4 and not hasattr(trials[4].args, "mlp_depth")
+    assert [one.values for one in plan_of(f"{flags} -only 6").examples] == [trials[5].values]
+    chosen = [one.values for one in plan_of("-trials 9 -mlp_width lin:8:16 -arch convnet,mlp").examples]
+    assert chosen == [{"arch": "convnet"}, *({"mlp_width": width, "arch": "mlp"} for width in ("8", "16"))]
+
+
+def test_the_picture_has_a_panel_for_each_flag_and_marks_what_failed():
+    pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
+    trials = []
+    for lr, arch, seed in itertools.product(("1e-4", "1e-2"), ("mlp", "convnet"), ("1", "3")):
+        value = float(lr) * int(seed)
+        best = {} if (lr, arch) == ("1e-2", "mlp") else {"metric": "loss", "value": value, "score": -value}
+        trials.append(types.SimpleNamespace(values={"lr": lr, "arch": arch, "seed": seed}, best=best, state="failed"))
+    figure = sweep_results.score_figure(trials, {"lr": "", "arch": "", "width": "lin", "seed": ""}, "loss")
+    assert [axis.get_xscale() for axis in figure.axes] == ["log", "linear"]
+    for axis, places, failed in zip(figure.axes, ([1e-4, 1e-4, 1e-2], [0, 0.875, 1.125]), (1e-2, 0)):
+        marks = [(line.get_marker(), *line.get_xydata()[0]) for line in axis.get_lines()]
+        assert sorted(y for mark, _, y in marks if mark == "o") == pytest.approx([2e-4, 2e-4, 2e-2]), "means"
+        assert sorted(x for mark, x, _ in marks if mark == "o") == pytest.approx(places)
+        assert [x for mark, x, _ in marks if mark == "x"] == [failed]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["-arch mlp", "-arch convnet", "deviation over seeds", "not all finished", "without a score (2)"]
 
 
 CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"

@@ -1,0 +1,244 @@
+"""The results of scripts/sweep.py: its table, and the picture of the score against each flag."""
+
+import collections
+import contextlib
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import plot, reading, status
+
+COLOURED = len(plot.COLOURS) - 1  # values of the flag that gives the colours; black is for all other trials
+LABELLED = 7  # values of a flag that are all written at its axis
+FAILED = {"marker": "x", "linestyle": "none", "color": "#B00000", "markersize": 7, "markeredgewidth": 2}
+
+
+def table(trials: list, varied: list[str]) -> str:
+    """Return the results as text, best first. Trials that differ only in the seed share a row."""
+    names = [name for name in varied if name != "seed"]
+    groups: dict[tuple, list] = {}
+    for trial in trials:
+        groups.setdefault(tuple(trial.values.get(name, "") for name in names), []).append(trial)
+    if not names:
+        groups |= {(trial.values["seed"],): [trial] for trial in trials}
+        names = ["seed"]
+    rows = [{**dict(zip(names, values or ["all"])), **summary(group)} for values, group in groups.items()]
+    rows.sort(key=lambda row: -float(row["score"] or -math.inf))
+    metric = next((trial.best["metric"] for trial in trials if trial.best), "score")
+    rows = [{**row, metric: row["value"]} for row in rows]
+    several = ("deviation", "seeds") if "seed" in varied else ()
+    return status.table(rows, (*names, metric, *several, "state", "run"))
+
+
+def summary(group: list) -> dict[str, str]:
+    """Return what a row says of trials that differ only in the seed; `run` is the best of them."""
+    scored = by_score(group)
+    values = [trial.best["value"] for trial in scored]
+    states = collections.Counter(trial.state for trial in group)
+    return {
+        "score": str(statistics.fmean(trial.best["score"] for trial in scored)) if scored else "",
+        "value": f"{statistics.fmean(values):.4g}" if values else "",
+        "deviation": f"{statistics.stdev(values):.2g}" if len(values) > 1 else "",
+        "seeds": str(len(values)),
+        "state": ", ".join(f"{count} {state}" if len(states) > 1 else state for state, count in states.items()),
+        "run": (scored or group)[0].args.model,
+    }
+
+
+def by_score(trials: list) -> list:
+    """Return the trials that have a score, the best first."""
+    return sorted((trial for trial in trials if trial.best), key=lambda trial: -trial.best["score"])
+
+
+def draw(trials: list, plan) -> None:
+    """Draw the score against each flag that varies, and the curves of the best trials."""
+    best = by_score(trials)
+    if not best:
+        return
+    file = Path(plan.args.out) / f"{plan.name}.png"
+    scales = {name: space.scale for name, space in plan.spaces.items()}
+    try:
+        score_figure(trials, scales, best[0].best["metric"]).savefig(file)
+    except ModuleNotFoundError as error:
+        print(plot.missing(error), end="", file=sys.stderr)
+        return
+    print(f"{file}: {len(trials)} trials")
+    curves = [str(trial.folder) for trial in best if reading.lines(trial.folder)][: plot.MOST_RUNS]
+    if len(curves) < len(trials):
+        print(f"the curves are of the best {len(curves)} of {len(trials)} trials")
+    with contextlib.suppress(SystemExit):  # plot.main has said why
+        plot.main([*curves, "-o", str(file.with_name(f"{plan.name}_curves.png"))])
+
+
+def score_figure(trials: list, scales: dict[str, str], metric: str):
+    """Return the figure: a panel for each flag, in it a point for each setting, the mean over its seeds.
+
+    `scales`: the flags that vary; "log" or "lin" for one of which -trials searches a range.
+    """
+    pyplot = plot.load_pyplot()
+    given = {name for trial in trials for name in trial.values}  # a flag of one arch may be in no trial
+    flags = [name for name in scales if name != "seed" and name in given] or ["seed"]
+    settings, key = settings_of(trials), colour_flag(trials, flags)
+    across = min(2, len(flags))
+    down = -(-len(flags) // across)
+    look = {"figsize": (8, 3 * down + 1.2), "layout": "constrained", "squeeze": False, "sharey": True}
+    figure, axes = pyplot.subplots(down, across, **look)
+    for axis in axes.flat[len(flags) :]:
+        axis.remove()
+    colours = dict(zip(values_of(trials, key), plot.COLOURS)) if key else {}
+    for axis, name in zip(axes.flat, flags):
+        panel(axis, name, settings, scales[name], lambda one: colours.get(one.values.get(key), plot.COLOURS[-1]))
+    scores = [score for one in settings for score in one.scores]
+    if min(scores) > 0 and max(scores) > 100 * min(scores):
+        axes[0, 0].set_yscale("log")
+    states = collections.Counter(trial.state for trial in trials)
+    counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    for axis in axes[:, 0]:
+        axis.set_ylabel(f"validation {metric}", parse_math=False)
+    entries = handles(key, colours, settings)
+    across = plot.fitting_columns([entry.get_label() for entry in entries] or [""])
+    place = {"loc": "outside upper left", "alignment": "left", "frameon": False, "ncols": across}
+    figure.legend(handles=entries, title=f"{len(trials)} trials: {counts}", title_fontsize=10, **place)
+    return figure
+
+
+@dataclass
+class Setting:
+    """Trials that differ only in the seed."""
+
+    values: dict[str, str]
+    scores: list[float]
+    failed: int  # without a score
+    is_whole: bool  # whether all of them are finished
+
+
+def settings_of(trials: list) -> list[Setting]:
+    """Return the settings of the trials; each trial is one if only the seed varies."""
+    groups: dict[tuple, list] = {}
+    for trial in trials:
+        values = {name: value for name, value in trial.values.items() if name != "seed"} or trial.values
+        groups.setdefault(tuple(values.items()), []).append(trial)
+    return [
+        Setting(
+            dict(values),
+            [trial.best["value"] for trial in group if trial.best],
+            sum(not trial.best for trial in group),
+            all(trial.state == "finished" for trial in group),
+        )
+        for values, group in groups.items()
+    ]
+
+
+def values_of(trials: list, name: str) -> list[str]:
+    """Return the values of a flag, in the order of the trials, numbers in their own."""
+    values = [*dict.fromkeys(trial.values[name] for trial in trials if name in trial.values)]
+    return sorted(values, key=float) if all(map(is_number, values)) else values
+
+
+def is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return math.isfinite(float(text))
+    return False
+
+
+def colour_flag(trials: list, flags: list[str]) -> str:
+    """Return the flag that gives the colours: one of words, or else one of few numbers; "" if there is none."""
+    few = [name for name in flags if 1 < len(values_of(trials, name)) <= COLOURED]
+    words = [name for name in few if not all(map(is_number, values_of(trials, name)))]
+    return [*words, *(few if len(flags) > 1 else []), ""][0]
+
+
+def panel(axis, name: str, settings: list[Setting], scale: str, colour_of) -> None:
+    """Draw the scores of the settings that have a flag against its values."""
+    mine = [one for one in settings if name in one.values]
+    values = values_of(mine, name)
+    numbers = all(map(is_number, values))
+    title = f"-{name}" if len(mine) == len(settings) else f"-{name} (of {len(mine)} of {len(settings)} settings)"
+    axis.set_title(title, loc="left", fontsize=10, parse_math=False)
+    axis.grid(alpha=0.25)
+    axis.margins(y=0.12)  # below them are the failed trials
+    places = {value: float(value) if numbers else float(values.index(value)) for value in values}
+    if numbers and is_logarithmic([*places.values()], scale):
+        axis.set_xscale("log")
+    if not numbers or len(values) <= LABELLED:
+        axis.minorticks_off()
+        slanted = {"rotation": 25, "ha": "right"} if sum(map(len, values)) > 40 else {}
+        labels = (
+            [status.cut(value, 18) for value in values]
+            if not numbers
+            else without_overlaps(places, axis.get_xscale() == "log")
+        )
+        axis.set_xticks([*places.values()], labels, parse_math=False, **slanted)
+    if not numbers:
+        axis.set_xlim(-0.5, len(values) - 0.5)
+    lines = collections.defaultdict(list)
+    for value in values:
+        column = [one for one in mine if one.values[name] == value]
+        scored = [one for one in column if one.scores]
+        for number, one in enumerate(scored):
+            x = places[value] + (0 if numbers else 0.5 * ((number + 0.5) / len(scored) - 0.5))
+            point(axis, x, one, colour_of(one))
+            if numbers and name != "seed":
+                others = tuple((flag, text) for flag, text in one.values.items() if flag != name)
+                lines[others].append((x, statistics.fmean(one.scores), colour_of(one)))
+        if failed := sum(one.failed for one in column):
+            bottom = axis.get_xaxis_transform()
+            axis.plot(places[value], 0.04, transform=bottom, clip_on=False, **FAILED)
+            if failed > 1:
+                axis.annotate(f"{failed}", (places[value], 0.04), (6, -3), bottom, "offset points", fontsize=8)
+    scores = [score for one in mine for score in one.scores]
+    if name == "seed" and len(scores) > 1:
+        mean, spread = statistics.fmean(scores), statistics.stdev(scores)
+        axis.axhline(mean, color="grey", linewidth=1, label=f"mean {mean:.4g}, deviation {spread:.2g}")
+        axis.axhspan(mean - spread, mean + spread, color="grey", alpha=0.15)
+        axis.legend(frameon=False)
+    for places_of_line in lines.values():
+        xs, ys, colours = zip(*places_of_line)
+        axis.plot(xs, ys, color=colours[0], linewidth=1, alpha=0.4)
+
+
+def point(axis, x: float, one: Setting, colour: str) -> None:
+    """Draw a setting's mean over its seeds, with their deviation; hollow if a trial of it is not finished."""
+    spread = statistics.stdev(one.scores) if len(one.scores) > 1 else 0
+    hollow = {} if one.is_whole else {"markerfacecolor": "white"}
+    bar = {"yerr": spread, "capsize": 3} if spread else {}
+    axis.errorbar(x, statistics.fmean(one.scores), fmt="o", color=colour, markersize=5, **bar, **hollow)
+
+
+def is_logarithmic(values: list[float], scale: str) -> bool:
+    """Whether numbers are better shown on a logarithmic axis: they span a factor of 10, or grow by a factor."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    if scale or low <= 0 or low == high:
+        return scale == "log"
+    return high >= 10 * low or abs(middle - math.sqrt(low * high)) < abs(middle - (low + high) / 2)
+
+
+def without_overlaps(places: dict[str, float], logarithmic: bool) -> list[str]:
+    """Return the labels of rising places, "" for one that is too near to the last label."""
+    xs = [math.log(place) if logarithmic else place for place in places.values()]
+    labels, last = [], -math.inf
+    for text, x in zip(places, xs):
+        near = x - last < 0.03 * (3 + len(text)) / 2 * (xs[-1] - xs[0])
+        labels.append("" if near else text)
+        last = last if near else x
+    return labels
+
+
+def handles(key: str, colours: dict[str, str], settings: list[Setting]) -> list:
+    """Return the entries of the legend: colours, and the marks that are in the picture."""
+    from matplotlib.lines import Line2D
+
+    dot = {"marker": "o", "linestyle": "none"}
+    found = [Line2D([], [], color=colour, label=f"-{key} {value}", **dot) for value, colour in colours.items()]
+    if colours and any(key not in one.values for one in settings):
+        found.append(Line2D([], [], color=plot.COLOURS[-1], label=f"without -{key}", **dot))
+    if any(len(one.scores) > 1 for one in settings):
+        look = {"marker": "|", "markersize": 12, "linestyle": "none", "color": "grey"}
+        found.append(Line2D([], [], label="deviation over seeds", **look))
+    if any(one.scores and not one.is_whole for one in settings):
+        found.append(Line2D([], [], color="grey", markerfacecolor="white", label="not all finished", **dot))
+    if failed := sum(one.failed for one in settings):
+        found.append(Line2D([], [], label=f"without a score ({failed})", **FAILED))
+    return found
