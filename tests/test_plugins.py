@@ -86,12 +86,13 @@ def check_item(first, last, args):
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_dataset_trains_a_step_with_the_plugins_that_it_sets(name, tmp_path, monkeypatch):
     make_splits(name, tmp_path, monkeypatch)
-    runs.run(tmp_path / "out", " ".join([*flags_for(name, tmp_path), "-cpu 1 -debug -limit_steps 1 -batch_size 2"]))
+    flags = [*flags_for(name, tmp_path), *"-cpu 1 -limit_steps 1 -batch_size 2 -out".split(), str(tmp_path / "out")]
+    assert train.main(flags) in (0, 75)
 
 
 @pytest.mark.parametrize("arch", [name for name in ARCHS if name not in SHIPPED["arch"]])
 def test_an_arch_of_a_fork_trains_a_step_on_digits_or_is_skipped(arch, tmp_path):
-    try_step(f"-arch {arch} -out {tmp_path}")
+    try_step(f"-arch {arch} -cpu 1 -out {tmp_path}")
 
 
 @pytest.mark.parametrize("name", SHIPPED["dataset"])
@@ -148,10 +149,10 @@ def test_the_stem_of_resnet_depends_on_image_size_and_channels():
 def try_step(command):
     """Skip the test if a step of this run fails."""
     try:
-        code = train.main([*command.split(), "-debug", "-limit_steps", "1"])
+        code = train.main([*command.split(), "-limit_steps", "1"])
     except Exception as error:  # code for other data may raise anything
         code = error
-    if code:
+    if code not in (0, 75):
         pytest.skip(f"it is for other data: {code}")
 
 

@@ -1,21 +1,23 @@
 """What scripts/new.py creates runs at once, in any style of its owner, and the tests find it."""
 
-import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from command_line import shared
 from processes import CLEAN, ROOT
+
+from scripts import project
 
 OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 NAME = "twenty-four-letter-names"
 NEW = ("arch", "dataset", "trainer")
-SLURM = ["lib/launch/slurm", "scripts/slurm/requeue"]
-SCRIPTS = [f"scripts/{name}" for name in ("track", "tensorboard_server", "debug", "evaluation")]
-READERS = ["scripts/other_weights", "scripts/tar_index"]
+ME = {f"GIT_{who}_{what}": "me@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 LAYER = "    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # "
 LAYERS = "\n".join(f"{LAYER}{n}" for n in range(55))
 OWN = {  # plugins in another style: long functions, no docstrings, unsorted imports, prints, other names
@@ -69,7 +71,7 @@ def testX():
 
 
 def output_of(folder, *command, code=0, **env) -> str:
-    env = {**CLEAN, **env}
+    env = {**CLEAN, **ME, **env}
     run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=840)
     assert run.returncode == code, run.stdout + run.stderr
     return run.stdout + run.stderr
@@ -84,6 +86,37 @@ def tracked(folder) -> set[str]:
     return {name for name in names if (folder / name).is_file()}
 
 
+def commit(folder):
+    output_of(folder, "git", "add", "--all")
+    output_of(folder, "git", "commit", "--quiet", "--message", "a change")
+
+
+def change(folder, name, old, new):
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1))
+
+
+def install(folder):
+    """Give a project a .venv with this Python's packages."""
+    (folder / ".venv").mkdir()
+    for part in ("bin", "lib", "pyvenv.cfg"):
+        (folder / ".venv" / part).symlink_to(Path(sys.prefix) / part)
+    installed = f"{(folder / 'pyproject.toml').read_text().rstrip()} {CLEAN.get('UV_TORCH_BACKEND', '')}"
+    for mark in (".installed", ".installed_dev"):
+        (folder / ".venv" / mark).write_text(installed)
+
+
+def count_links(folder) -> int:
+    """The number of links to files in a project's pages, each of which must be there."""
+    pages = [folder / name for name in tracked(folder) if name.endswith(".md")]
+    links = [
+        page.parent / one for page in pages for one in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+    ]
+    assert not [link for link in links if not link.exists()]
+    return len(links)
+
+
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory):
     """A project made from this one, with a new plugin of each kind, and this Python's packages in its .venv."""
@@ -92,22 +125,16 @@ def fork(tmp_path_factory):
     for kind in NEW:
         printed = python(folder, "scripts/new.py", kind, f"own_{kind}")
         assert f"try: python train.py -{kind} own_{kind}" in printed
-    (folder / ".venv").mkdir()
-    for part in ("bin", "lib", "pyvenv.cfg"):
-        (folder / ".venv" / part).symlink_to(Path(sys.prefix) / part)
-    installed = f"{(folder / 'pyproject.toml').read_text().rstrip()} {CLEAN.get('UV_TORCH_BACKEND', '')}"
-    for mark in (".installed", ".installed_dev"):
-        (folder / ".venv" / mark).write_text(installed)
+    install(folder)
     return folder
 
 
-def test_a_new_project_has_its_own_name_everywhere_and_no_history(fork):
+def test_a_new_project_has_its_own_name_everywhere_and_one_commit(fork):
     files = tracked(fork)
-    assert files <= tracked(ROOT), "only what git tracks"
+    assert files - {".template.json"} <= tracked(ROOT), "only what git tracks"
     assert {"train.py", "lib/config/args.py", "tests/test_train.py", "docs/faq.md", "LICENSE"} <= files
     assert not [name for name in files if re.match(r"tests/machinery|scripts/bench|\.github|\.ci|CHANGELOG", name)]
-    no_commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=fork, capture_output=True)
-    assert no_commit.returncode, "the project has a commit"
+    assert len(output_of(fork, "git", "log", "--all", "--oneline").splitlines()) == 1
     named = {name for name in files if OLD in f"{name} {(fork / name).read_bytes()!r}".lower()}
     assert named == {"LICENSE", "README.md"}, "only these name the template"
     assert f'name = "{NAME}"' in (fork / "pyproject.toml").read_text()
@@ -117,14 +144,9 @@ def test_a_new_project_has_its_own_name_everywhere_and_no_history(fork):
 def test_the_pages_of_a_new_project_are_its_own_and_have_no_dead_link(fork):
     readme = (fork / "README.md").read_text()
     assert readme.startswith(f"# {NAME}\n") and "./scripts/test.sh" in readme and len(readme.splitlines()) < 80
-    count = 0
-    for name in tracked(fork):
-        if name.endswith(".md"):
-            for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", (fork / name).read_text()):
-                assert ((fork / name).parent / target).exists(), f"{name}: {target}"
-                count += 1
-            assert "scripts/bench/" not in (fork / name).read_text() or name == "docs/faq.md", f"{name}: not there"
-    assert count > 20
+    assert count_links(fork) > 20
+    pages = [name for name in tracked(fork) if name.endswith(".md")]
+    assert not [name for name in pages if "scripts/bench/" in (fork / name).read_text()]
     for name in re.findall(r"^([\w./]+)  ", readme.split("## What to edit")[1].split("```")[1], re.M):
         assert (fork / name).exists(), name
 
@@ -136,30 +158,90 @@ def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
         assert len((fork / "lib" / kind / f"own_{kind}.py").read_text().splitlines()) < 30
 
 
-@pytest.mark.parametrize(
-    ("parts", "flags"),
-    [
-        (SLURM + SCRIPTS, ["-slurm", "-track mlflow", "-tb", "-debug", "-eval"]),
-        (READERS, ["-dataset tar", "-weights train.py"]),
-        (["lib/core/exact"], ["-deterministic"]),
-    ],
-)
-def test_a_project_that_deletes_optional_parts_trains_without_them(parts, flags, fork, tmp_path):
-    files = [fork / f"{name}.py" for name in parts]
-    texts = {file: file.read_text() for file in files}
-    command = f"train.py -epochs 1 -limit_steps 3 -out {tmp_path} -cpu 2"
-    for file in texts:
-        file.unlink()
-    try:
-        assert "stopped (-limit_steps 3" in python(fork, *command.split(), code=75)
-        refused = {flag: python(fork, *f"{command} -model other {flag}".split(), code=2) for flag in flags}
-    finally:
-        for file, text in texts.items():
-            file.write_text(text)
-    engine = json.loads((tmp_path / "digits_convnet" / "start.json").read_text())["engine"]
-    assert engine == ("stock" if "lib/core/exact" in parts else "exact")
-    for flag, output in refused.items():
-        assert f"train.py: {flag.split()[0]}" in output and ": No module named " in output, output
+PROBE = """
+import importlib, sys, pathlib, pytest, train
+for file in sorted([*pathlib.Path("lib").rglob("*.py"), *pathlib.Path("scripts").glob("*.py")]):
+    importlib.import_module(".".join(file.with_suffix("").parts))
+assert not pytest.main("--collect-only -qq -p no:cacheprovider".split())
+for flag in sys.argv[1:]:
+    assert train.main(["-model", "other", "-cpu", "1", *flag.split()]) == 2, flag
+sys.exit(train.main("-cpu 1 -epochs 1 -limit_steps 2".split()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", project.PARTS)
+def test_a_project_trains_and_collects_its_tests_without_any_one_of_the_parts(part, tmp_path):
+    folder, about = tmp_path / "project", project.PARTS[part]
+    python(ROOT, "scripts/new.py", "project", str(folder), "-without", part)
+    assert not [name for name in tracked(folder) for one in about.files.split() if fnmatch(name, one)]
+    count_links(folder)
+    assert f'"{part}": false' in (folder / ".template.json").read_text()
+    settings = (folder / "pyproject.toml").read_text()
+    assert not [name for name in about.packages.split() if re.search(rf'^ *"?{name}\b|"{name}"', settings, re.M)]
+    if part in ("kubernetes", "elastic", "docs", "bench"):  # no Python that anything else could need
+        return
+    flags = about.flags.replace("*", "").split()
+    values = {"track": " mlflow", "ngrok_auth": " me"}
+    printed = python(folder, "-c", PROBE, *[f"-{flag}{values.get(flag, '')}" for flag in flags], code=75)
+    assert "stopped (-limit_steps 2" in printed, printed
+    shown = python(folder, "train.py", "-h")
+    for flag in flags:
+        assert flag in shared() and not re.search(rf"^ +-{flag}\b", shown, re.M)
+        assert re.search(rf"^train.py: (argument )?-{flag}: .*", printed, re.M), printed
+
+
+@pytest.mark.slow
+def test_the_smallest_project_is_short_and_its_two_commands_pass(tmp_path):
+    folder = tmp_path / "smallest"
+    python(ROOT, "scripts/new.py", "project", str(folder), "-without", "all")
+    lines = {name: len((folder / name).read_text().splitlines()) for name in tracked(folder) if name.endswith(".py")}
+    assert sum(lines.values()) <= 7000, lines
+    read = re.findall(r"^(\S+) +READ", (folder / "README.md").read_text(), re.M)
+    assert len(read) > 5 and 1350 < sum(lines[name] for name in read) < 1450, "the README says 1,400"
+    count_links(folder)
+    install(folder)
+    assert "finished:" in output_of(folder, "./scripts/train.sh", "-epochs", "1")
+    assert re.search(r"\d+ passed", output_of(folder, "./scripts/test.sh"))
+
+
+@pytest.mark.slow
+def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
+    template, mine, clone = (tmp_path / name for name in ("baton", "mine", "clone"))
+    for name in tracked(ROOT):
+        (template / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, template / name)
+    output_of(template, "git", "init", "--quiet")
+    commit(template)
+    (template / "lib" / "arch" / "own.py").write_text("")  # which no version of the template has
+    python(template, "scripts/new.py", "project", str(mine), "-name", "my-net", "-without", "slurm,docs")
+    (template / "lib" / "arch" / "own.py").unlink()
+    update = ("scripts/new.py", "update", str(template))
+    assert "Already up to date" in python(mine, *update)
+    change(mine, "train.py", "a model: the whole", "MY model: the whole")
+    assert "not committed" in python(mine, *update, code=2)
+    (mine / "scripts" / "plot.py").unlink()
+    commit(mine)
+    change(template, "train.py", "return local.start(", "return  local.start(")
+    (template / "lib" / "core" / "more.py").write_text('NAME = "baton"\n')
+    (template / "lib" / "launch" / "slurm.py").write_text("")
+    commit(template)
+    output_of(tmp_path, "git", "clone", "--quiet", str(mine), str(clone))  # which has no branch `template` of its own
+    for folder in (mine, clone):
+        assert "scripts/test.sh" in python(folder, *update)
+        text = (folder / "train.py").read_text()
+        assert "MY model" in text and "return  local.start(" in text, "both changes"
+        assert (folder / "lib" / "core" / "more.py").read_text() == 'NAME = "my-net"\n'
+        assert not (folder / "lib" / "launch" / "slurm.py").exists(), "what was left out stays out"
+        assert (folder / "lib" / "arch" / "own.py").exists(), "new plugins are the project's"
+        assert not (folder / "scripts" / "plot.py").exists() and not output_of(folder, "git", "status", "--short")
+    change(template, "train.py", "a model: the whole", "no model: the whole")
+    commit(template)
+    assert "solve the conflicts" in python(mine, *update[:2], f"file://{template}", code=1)
+    assert "<<<<<<< HEAD" in (mine / "train.py").read_text()
+    for source, reason in ((str(tmp_path), "no folder or Git URL of the template"), (str(mine), "not the template")):
+        assert reason in python(clone, "scripts/new.py", "update", source, code=2)
+    assert "no .template.json here" in python(template, *update, code=2)
 
 
 @pytest.mark.slow
@@ -185,8 +267,10 @@ def test_a_project_or_plugin_that_cannot_be_created_is_refused_in_one_line(fork,
     output = python(fork, "scripts/new.py", "arch", "own_arch", code=2)
     assert output == "new.py: lib/arch/own_arch.py exists already: choose another name, or delete it first\n"
     assert "not a plugin's name" in python(fork, "scripts/new.py", "arch", "../x", code=2)
-    assert "letters, digits and dashes" in python(fork, "scripts/new.py", "project", str(tmp_path / "a b"), code=2)
-    long = python(fork, "scripts/new.py", "project", str(tmp_path / "a"), "-name", f"{NAME}s", code=2)
+    assert "letters, digits and dashes" in python(ROOT, "scripts/new.py", "project", str(tmp_path / "a b"), code=2)
+    long = python(ROOT, "scripts/new.py", "project", str(tmp_path / "a"), "-name", f"{NAME}s", code=2)
     assert "at most 24" in long
-    assert "exists already: choose another folder" in python(fork, "scripts/new.py", "project", str(fork), code=2)
+    no_part = python(ROOT, "scripts/new.py", "project", str(tmp_path / "a"), "-without", "slrm", code=2)
+    assert "-without slrm: no such part; there are slurm, " in no_part
+    assert "exists already: choose another folder" in python(ROOT, "scripts/new.py", "project", str(fork), code=2)
     assert not list(tmp_path.iterdir())

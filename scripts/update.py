@@ -1,0 +1,95 @@
+"""Merges a later version of the template into a project that scripts/new.py made: for `new.py update`.
+
+The branch `template` holds the template as it was generated for this project, a commit for each version. The
+project's own branches descend from it. So an update generates the new version with the recorded choices, commits it
+there, and lets Git merge that branch: its three-way merge knows what the template changed and what you did.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CHOICES = ".template.json"  # the project's name, and the parts that were chosen
+BRANCH = "template"
+MARK = "Generated-by: scripts/new.py project"  # in the message of each commit of the branch
+IDENTITY = ("-c", "user.name=template", "-c", "user.email=template@localhost")  # of these commits
+
+
+def merge(source: str) -> int:
+    """Merge the template in a folder or at a Git URL into the branch that is checked out.
+
+    Returns:
+        0, or 1 if there are conflicts to solve.
+
+    Raises:
+        ValueError: Nothing can be merged here, or `source` holds no template. The files are as before.
+    """
+    if not (ROOT / CHOICES).is_file():
+        raise ValueError(f"no {CHOICES} here: only a project that new.py project made can be updated")
+    if git(ROOT, "rev-parse", "--show-prefix"):
+        raise ValueError(
+            f"{ROOT} is a folder of a larger Git repository: only a repository of its own can be updated"
+        )
+    if git(ROOT, "status", "--porcelain", "--untracked-files=no"):
+        raise ValueError("there are changes that are not committed: commit or stash them first")
+    if git(ROOT, "branch", "--show-current") == BRANCH:
+        raise ValueError(f"the branch {BRANCH} is checked out, which is new.py's own: switch to another one")
+    last = newest_version()
+    with tempfile.TemporaryDirectory() as place:
+        template, made = find_template(source, Path(place)), Path(place, "made")
+        command = [sys.executable, template / "scripts" / "new.py", "project", made, "-like", ROOT / CHOICES]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            raise ValueError(f"{source}: its new.py failed: {(run.stderr.strip() or 'no message').splitlines()[-1]}")
+        git(ROOT, "fetch", "--quiet", str(made), BRANCH)
+    if git(ROOT, "diff", "--name-only", last, "FETCH_HEAD"):
+        message = git(ROOT, "log", "-1", "--format=%B", "FETCH_HEAD")
+        last = git(ROOT, *IDENTITY, "commit-tree", "FETCH_HEAD^{tree}", "-p", last, "-m", message)
+    git(ROOT, "update-ref", f"refs/heads/{BRANCH}", last)
+    return merge_branch()
+
+
+def newest_version() -> str:
+    """Return the newest commit that holds the template as generated, in a branch of this name or in this history."""
+    known = ("HEAD", f"--branches={BRANCH}", f"--remotes=*/{BRANCH}")
+    found = git(ROOT, "rev-list", "--topo-order", "--max-count=1", f"--grep=^{MARK}$", *known)
+    if not found:
+        raise ValueError(f"no version of the template in this repository: git fetch origin {BRANCH}:{BRANCH}")
+    return found
+
+
+def find_template(source: str, place: Path) -> Path:
+    """Return the folder of the template; that of a Git URL is cloned into `place`."""
+    folder = Path(source).resolve()
+    if not (folder / "train.py").is_file():
+        folder = place / "template"
+        run = subprocess.run(
+            ["git", "clone", "--quiet", "--depth=1", "--", source, folder], capture_output=True, text=True
+        )
+        if run.returncode:
+            raise ValueError(f"{source}: no folder or Git URL of the template: {' '.join(run.stderr.split())}")
+    if not (folder / "scripts" / "project.py").is_file():
+        raise ValueError(f"{source}: not the template: it has no scripts/project.py")
+    return folder
+
+
+def merge_branch() -> int:
+    """Merge the branch, and print what Git says. Returns the exit code."""
+    run = subprocess.run(["git", "merge", "--no-edit", "--ff", BRANCH], cwd=ROOT, capture_output=True, text=True)
+    if run.returncode == 0:
+        print(f"{run.stdout}try: ./scripts/test.sh")
+        return 0
+    if not git(ROOT, "ls-files", "--unmerged"):
+        raise ValueError(f"git merge {BRANCH}: {' '.join(run.stderr.split())}")
+    print(f"{run.stdout}new.py: solve the conflicts (git status lists them), then: git commit; or: git merge --abort")
+    return 1
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Return what git prints. Raises ValueError if it fails."""
+    run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    if run.returncode:
+        raise ValueError(f"git {arguments[0]} in {folder}: {' '.join(run.stderr.split())}")
+    return run.stdout.strip()
