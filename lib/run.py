@@ -15,9 +15,9 @@ from lib.core import parallel
 from lib.utils import distributed, runtime, seeding, watchdog
 from lib.utils.checkpoint import resume, run_folder, weights
 from lib.utils.data import fingerprint, loader
+from lib.utils.errors import load_optional
 from lib.utils.monitoring import console
 from lib.utils.monitoring.logger import Logger, NoLogger
-from scripts import check_data
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Run:
         5. Set the number of threads, and compare flags and data with those before.
         """
         self.args, self.stack = args, stack
-        splits = loader.splits(dataset, args.dataset, args.overfit)
+        self.splits, self.skipped = loader.splits(dataset, args.dataset, args.overfit), {}
         watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, bool(args.deterministic))
@@ -50,9 +50,15 @@ class Run:
         lock = run_folder.acquire(args, world, distributed.job_id())
         self.folder = None if args.eval or args.debug else stack.enter_context(lock)
         self.world = self.folder.world if self.folder else world
+        self.mirror = None
+        if args.mirror and self.folder:  # the newest checkpoint may be there alone
+            self.mirror = load_optional("scripts.mirror", "-mirror").Mirror(args, self.world)
+            watchdog.begin(f"opening the run's checkpoints in {args.out}")
         start = resume.read_start(args, self.world)
         self.past = resume.find(args, self.world, start)
-        self.splits, self.skipped = check_data.skip(splits, args, self.world, self.past)
+        if args.skip_bad_files:
+            check_data = load_optional("scripts.check_data", "-skip_bad_files")
+            self.splits, self.skipped = check_data.skip(self.splits, args, self.world, self.past)
         before = self.past.manifest["config"] if self.past else start
         watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
         data = fingerprint.describe(self.splits, args, self.world)
@@ -63,13 +69,12 @@ class Run:
 
     def build(self, arch: ModuleType) -> nn.Module:
         """Return the model: built, filled by -weights at a run's first start, on its device, in DDP or FSDP2."""
-        watchdog.begin(f"building -arch {self.args.arch}, and the parts of its training")
-        model = parallel.build(arch, self.args)
-        if self.args.weights and self.past is None and not self.args.eval:
-            self.loaded = weights.load_into(
-                self.args.weights, model, imagenet=lambda: arch.get_weights(self.args), world=self.world
-            )
-        return parallel.wrap(model, self.args, self.world, self.plan.engine, arch=arch)
+        args, world = self.args, self.world
+        watchdog.begin(f"building -arch {args.arch}, and the parts of its training")
+        model = parallel.build(arch, args)
+        if args.weights and self.past is None and not args.eval:
+            self.loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
+        return parallel.wrap(model, args, world, self.plan.engine, arch=arch)
 
     def begin(self) -> tuple[dict[str, loader.Loader], Logger | NoLogger]:
         """Write config.yaml and start.json, and open the logs and the loaders. Nothing was written before."""
@@ -83,6 +88,8 @@ class Run:
             folder.begin(settings, resume.start_facts(args, self.plan, self.past))
         console.setup_logging(folder and folder.path, world.rank)
         log.info("threads:     %d", torch.get_num_threads())
+        if self.mirror:
+            self.stack.push(self.mirror.start().close)
         if self.loaded:
             log.info("-weights:    %s", self.loaded)
         for name in [name for name, value in self.plan.data.items() if value == fingerprint.NEVER_THE_SAME]:

@@ -13,7 +13,7 @@ from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
 from lib.utils import files
-from lib.utils.errors import UsageError, no_exit
+from lib.utils.errors import UsageError, load_optional, no_exit
 
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
 EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"), ("epochs", "steps"))  # one replaces that of -cfg
@@ -55,6 +55,8 @@ def check_combinations(args: Args, given: set[str]) -> None:
     for one, other in (*EITHER_OR, ("fp16", "bf16")):
         if {one, other} <= given and getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
+    if args.mirror:
+        load_optional("scripts.mirror", "-mirror").check(args.mirror)
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
 

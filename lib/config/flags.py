@@ -81,6 +81,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-ngrok", SWITCH, "open a tunnel to TensorBoard, behind the password in NGROK_PASSWORD")
     add("-ngrok_auth", value(types.run_name, "USER"), "user name that goes with the password", "baton")
     add("-track", {"choices": ("none", "wandb", "mlflow")}, "also send the figures to this tracker", "none")
+    add("-mirror", value(text, "URL"), "also copy the run to URL/NAME, as s3://BUCKET/runs, and resume from there")
     add("-seed", COUNT_OR_0, "the seed of all randomness", 0, on_resume="refuse")
 
     group("data", "refuse")
@@ -114,8 +115,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop; muon: and AdamW for the rest", "adamw")
     option = "option of the optimizer, as betas=0.9,0.95 or nesterov=yes; repeatable"
     add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
-    schedules = {"choices": tuple(scheduler.BY_NAME)}
-    add("-lr_schedule", schedules, "curve after warm-up, of lib/core/scheduler.py", "cosine")
+    add("-lr_schedule", {"choices": (*scheduler.BY_NAME,)}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
@@ -125,8 +125,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
 
     group("saving and stopping", "allow")
-    every = value(types.every_or_minutes, "N[epochs|steps|minutes]")
-    add("-save_every", every, "interval of saves, in epochs if bare", "1epoch")
+    every = value(types.every_or_minutes, "auto|N[epochs|steps|minutes]")
+    add("-save_every", every, "interval of saves; auto: each epoch, and up to 1 %% of the time", "auto")
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
     best = "val metric of the best weights: f1, mae:min, val_clean/f1 (accuracy, else loss)"

@@ -20,6 +20,7 @@ class Args(argparse.Namespace):
     ngrok: bool
     ngrok_auth: str
     track: str
+    mirror: str | None
     seed: int
     dataset: str
     batch_size: int
