@@ -5,14 +5,17 @@ check_data.py    -check_data: opens every sample and lists what is wrong
 chaos.py         kills runs for hours
 ledger.py        the record of a run that both of them use
 doctor.py        whether a run can start on this machine
-sweep.py         many runs over values of flags
+sweep.py         many runs over values of flags; sweep_results.py: their table and picture
 status.py        all runs in a table; reading.py reads their folders
 track.py         -track: sends a run's figures to Weights & Biases or MLflow
+mirror.py        -mirror: copies a run to a store as S3, and fetches it
 plot.py          the curves of runs
 compare.py       two runs or checkpoints, tensor by tensor
 predict.py       a run's predictions for images and texts
 export.py        the weights of a run as one file
-new.py           a new model, dataset or trainer, or a project of your own
+new.py           a new model, dataset or trainer, a project of your own, or its update
+update.py        merges a later version of the template into a project
+project.py       what a project gets, and which parts it may leave out
 completion.py    completes flags with the TAB key
 make_tokens.py   token files from text
 make_digits.py   writes data/digits.npz

@@ -43,15 +43,13 @@ def check(args: "Args") -> int:
 def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past | None) -> tuple[dict, dict]:
     """Return the splits without the samples that cannot be read, and the names of these for config.yaml.
 
-    Without -skip_bad_files there are none. The list is that in the config.yaml of the run, or of the run that it
-    continues; a new run makes it. All ranks call this.
+    The list is that in the config.yaml of the run, or of the run that it continues; a new run makes it. All ranks
+    call this.
 
     Raises:
         OSError: the disk failed, which says nothing about the samples.
         UsageError: nothing is left of a split.
     """
-    if not args.skip_bad_files:
-        return splits, {}
     folder = past.folder.parents[1] if past else run_folder.path_of(args)
     known = past or not run_folder.is_reset_due(args, world)
     read = (lambda: read_list(folder / "config.yaml")) if known and world.is_main else None

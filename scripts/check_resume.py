@@ -102,6 +102,7 @@ class Check:
             reset=False,
             tb=False,
             track="none",
+            mirror=None,
             check_resume=False,
             max_hours=None,
             allow_change=[*args.allow_change, "data"],  # samples that differ are what it looks for

@@ -19,24 +19,20 @@ PAGE, STUB = ROOT / "docs" / "flags.md", ROOT / "lib" / "config" / "namespace.py
 PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to one plugin: a fork has others
 INTRODUCTION = """# Which flags are there?
 
-These are the flags that all runs share, from the output of `python train.py -h`. This page is written by
-`python scripts/flags_page.py`.
+These flags are shared by all runs. `python scripts/flags_page.py` writes this page from `python train.py -h`, which
+next to `-arch`, `-dataset` or `-trainer` shows the flags and defaults of that plugin, too. In parentheses: the
+defaults of the default run, `-dataset digits -arch convnet`.
 
-- A value in parentheses is the flag's default in the default run, `-dataset digits -arch convnet`. These two set
-  some defaults of their own. `python train.py -h -dataset NAME -arch NAME` shows the defaults of others.
-- The column "next start" says what a run does if it continues with another value. A plugin's own flags are `refused`.
-  - `refused`: the run ends with exit code 2, unless `-allow_change FLAG` names the flag.
-  - `allowed`: it takes the new value. (Another `-model` or `-out` is another run.)
-  - `once`: the flag counts for one start only, and config.yaml does not keep it.
-  - `per node`: the machines of one run may have different values.
-- A flag may be written `-x v`, `-x=v` or `--x v`. None may be shortened.
-- A switch (`[yes|no]`) that stands alone is on. It takes `on`, `off`, `true`, `false`, `1` and `0`, too.
-- `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin.
-- `-cfg FILE` reads flags from YAML (`batch_size: 128`). The command line wins over the file. If it names another
-  plugin, remove the old plugin's own flags from the file.
-- `eval "$(python scripts/completion.py bash)"` completes flags in the shell (or zsh). It needs
-  `uv pip install --group completion`.
-- [What may change between two starts of a run](resume.md#what-may-change-between-two-starts).
+A run does not continue with another value of a flag, or of a plugin's own flag, unless `-allow_change FLAG` names it
+([more](resume.md#what-may-change-between-two-starts)) or the flag has a mark:
+
+- *allowed*: the run takes the new value.
+- *once*: the flag counts for one start, and config.yaml does not keep it.
+- *per node*: the machines of one run may have different values.
+
+A flag may be written `-x v`, `-x=v` or `--x v`. A switch (`[yes|no]`) that stands alone is on. `-cfg FILE` reads
+flags from YAML (`batch_size: 128`), below the command line. `eval "$(python scripts/completion.py bash)"` completes
+flags in bash, or zsh (`uv pip install --group completion`).
 """
 
 
@@ -82,7 +78,7 @@ def type_of(action: argparse.Action) -> str:
 def page() -> str:
     """The whole page."""
     shared = [group for group in groups(help_text()) if not group[0].startswith(PLUGINS)]
-    return "\n".join([INTRODUCTION, *(table(title, rows) for title, rows in shared)])
+    return "\n".join([INTRODUCTION, *(section(title, rows) for title, rows in shared)])
 
 
 def help_text() -> str:
@@ -107,23 +103,20 @@ def groups(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
     return found
 
 
-def table(title: str, rows: list[tuple[str, str]]) -> str:
-    """A group as a table of Markdown."""
-    lines = [f"| `{escaped(name)}` | {escaped(text)} | {next_start(name)} |\n" for name, text in rows]
-    return f"## {title}\n\n| flag | what it does | next start |\n| --- | --- | --- |\n{''.join(lines)}"
+def section(title: str, rows: list[tuple[str, str]]) -> str:
+    """A group as a list of Markdown."""
+    lines = [f"- `{name}`: {text}{mark(name)}\n" for name, text in rows]
+    return f"## {title}\n\n{''.join(lines)}"
 
 
-def next_start(name: str) -> str:
-    """What a run does that finds another value of a flag (as `-data DIR`) when it continues."""
+def mark(name: str) -> str:
+    """What a run does that finds another value of a flag (as `-data DIR`) when it continues; nothing: it refuses."""
     rules, flag = flags.rules(), re.match(r"-(\w+)", name)[1]
     if flag in ("h", "list"):
         return ""
-    mark = "once" if flag in rules.forgotten else "allowed" if flag in rules.free else "refused"
-    return f"{mark}, per node" if flag in rules.per_node else mark
-
-
-def escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    start = "once" if flag in rules.forgotten else "allowed" if flag in rules.free else ""
+    marks = [word for word in (start, "per node" if flag in rules.per_node else "") if word]
+    return f"; *{', '.join(marks)}*" if marks else ""
 
 
 if __name__ == "__main__":

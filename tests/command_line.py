@@ -1,5 +1,6 @@
 """Command lines, -cfg files and plugin files for tests."""
 
+import argparse
 import importlib
 import importlib.util
 import sys
@@ -15,7 +16,7 @@ from lib.utils.errors import UsageError
 OTHERS = {"loss": "mse", "optimizer": "sgd", "lr_schedule": "linear", "gpus": "0,1", "track": "mlflow"}
 OTHERS |= {"save_every": "5steps", "eval_every": "5steps", "compile": "model", "parallel": "fsdp"}
 OTHERS |= {"dataset": "fake", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
-OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "ema"}
+OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "ema", "mirror": "file:///mnt"}
 
 
 def parsed(command) -> config.Args:
@@ -65,8 +66,9 @@ def help_of(command, capsys) -> str:
 
 
 def shared() -> dict:
-    """The flags that every run has, by name."""
-    return {action.dest: action for action in config.new_parser()._actions if action.dest not in ("h", "list")}
+    """The flags that every run has, by name; without those of parts that a project left out."""
+    actions = [action for action in config.new_parser()._actions if action.dest not in ("h", "list")]
+    return {action.dest: action for action in actions if action.help != argparse.SUPPRESS}
 
 
 def other_value(action) -> str:

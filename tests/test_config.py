@@ -20,12 +20,13 @@ RELAXED = settings(deadline=None, derandomize=True)
 
 
 def test_every_flag_of_the_source_template_exists():
-    assert set(TEMPLATE.split()) <= set(shared())
+    assert set(TEMPLATE.split()) <= set(vars(parsed("")))
     args = parsed("")
     assert (args.dataset, args.arch, args.trainer, args.optimizer) == ("digits", "convnet", "trainer", "adamw")
     assert args.model == "digits_convnet" and args.out == "out" and args.data == "data"
     assert parsed("-arch mlp -dataset fake").model == "fake_mlp"
-    assert vars(parsed("-slurm_nodelist GPU17,GPU18"))["slurm_nodelist"] == "GPU17,GPU18"
+    if "slurm" in shared():
+        assert vars(parsed("-slurm_nodelist GPU17,GPU18"))["slurm_nodelist"] == "GPU17,GPU18"
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -163,7 +164,7 @@ def test_help_shows_groups_flags_defaults_and_units_in_the_width_of_the_terminal
     out = help_of("-h", capsys)
     lines = {line.split()[0].rstrip(","): line for line in out.splitlines() if line.startswith("  -")}
     assert {f"-{name}" for name in shared()} <= set(lines)
-    for group in ("run", "machine", "data", "training", "optimization", "saving and stopping", "slurm"):
+    for group in ("run", "machine", "data", "training", "optimization", "saving and stopping"):
         assert f"\n{group}:\n" in out
     args = parsed("")
     for name in "epochs lr_start batch_size weight_decay optimizer save_every out clip_grad seed".split():
@@ -180,7 +181,8 @@ def test_help_has_common_search_terms_and_the_most_needed_groups_first(capsys, m
     out = help_of("-h", capsys)
     for text in ("accumulation", "checkpointing", "mixed precision", "early stopping", "EMA", "warm-up", "clip"):
         assert text in out, text
-    groups = ("run", "data", "training", "optimization", "saving and stopping", "machine", "slurm")
+    groups = ["run", "data", "training", "optimization", "saving and stopping", "machine"]
+    groups += ["slurm"] if "slurm" in shared() else []
     places = [out.index(f"\n{group}:\n") for group in groups]
     assert places == sorted(places)
 
@@ -218,4 +220,4 @@ def test_every_flag_has_one_name_and_says_which_values_it_takes():
         assert action.metavar or action.choices or action.type is types.yes_no
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
-    assert {action.dest for action in plain._actions} == {*shared(), "h"}
+    assert {action.dest for action in plain._actions if action.help != argparse.SUPPRESS} == {*shared(), "h"}

@@ -23,6 +23,7 @@ from lib.utils import preemption
 from lib.utils.checkpoint import run_folder, shards, state
 from lib.utils.data.tensors import Tensors
 from lib.utils.monitoring import logger
+from lib.utils.monitoring.logger import tensorboard_tag
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -293,7 +294,7 @@ def test_a_run_that_ends_between_an_evaluation_and_its_save_logs_the_metrics_onl
     assert [line["step"] for line in logged if "train/loss" in line] == [4, 8, 12]
     board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     for name, wanted in (("train", [4, 8, 12]), ("val", [4, 8, 12]), ("test", [12])):
-        assert [point.step for point in board.Scalars(f"{name}/loss")] == wanted
+        assert [point.step for point in board.Scalars(tensorboard_tag(f"{name}/loss"))] == wanted
 
 
 def test_a_stop_on_the_very_last_step_leaves_its_evaluation_to_the_next_start(tmp_path, uninterrupted):

@@ -45,7 +45,7 @@ BUDGETS = {  # name: most lines, patterns of files, patterns of files that are l
     "tests without machinery": (2500, TESTS, []),
     "tests/machinery": (13000, ["tests/machinery/**/*.py"], []),
 }
-README_WORDS, DOCS_WORDS = 1600, 19750
+README_WORDS, DOCS_WORDS = 1600, 16600
 
 
 def tracked(*patterns: str) -> set[str]:

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -78,27 +77,6 @@ def test_incomplete_checkpoints_are_removed(tmp_path):
     assert kept_numbers(tmp_path) == ["0", "1"] and (tmp_path / "Other_checkpoint_7.partial").exists()
     with pytest.raises(FileNotFoundError):
         saver.symlink_latest(tmp_path / "Other_checkpoint_7.partial")
-
-
-@pytest.mark.parametrize("way", ["links", "no links", "files", "followed", "relative"])
-def test_a_copied_folder_continues_independently(way, tmp_path):
-    old, new = tmp_path / "old", tmp_path / "new"
-    saver = AtomicDirectory(old, is_master=True)
-    for step in range(11):
-        save(saver, content=f"{step}", force=step == 10)
-    Path(saver.prepare_checkpoint_directory(), "half").write_text("")
-    shutil.copytree(old, new, symlinks=way != "followed")
-    if way in ("no links", "files", "relative"):
-        (new / saver.symlink_name).unlink()
-    if way == "relative":  # the links of cycling_utils
-        (new / saver.symlink_name).symlink_to(f"new/{latest(saver).name}")
-    if way == "files":
-        (new / saver.symlink_name).write_text(str(latest(saver)))
-    copied = AtomicDirectory(new, is_master=True)
-    assert latest(copied) == new / "AtomicDirectory_checkpoint_10_force"
-    assert (latest(copied) / "checkpoint.txt").read_text() == "10"
-    assert save(copied) == "AtomicDirectory_checkpoint_11" and len(kept_numbers(new)) == 12
-    assert latest(saver) == old / "AtomicDirectory_checkpoint_10_force"
 
 
 # Kills and losses of power. A whole checkpoint of a run is cut in checkpoint/test_crash_states.

@@ -1,8 +1,6 @@
 """cycling_utils' classes together: a loop like its Fashion-MNIST example stops anywhere and resumes."""
 
 import functools
-import re
-import time
 from operator import itemgetter
 from pathlib import Path
 
@@ -107,20 +105,3 @@ def test_a_loop_with_all_classes_resumes_with_the_same_bits_after_any_stop(tmp_p
     assert all(torch.equal(value, stopped["model"][name]) for name, value in whole["model"].items())
     for name in ("train_sampler", "test_sampler", "train_metrics", "test_metrics"):
         assert whole[name] == stopped[name], name
-
-
-def test_a_timer_prints_each_part_and_the_total_on_rank_0(monkeypatch, capsys):
-    timer = TimestampedTimer(start_time=time.time() - 3)
-    assert 3 <= timer.report("before", ret=True) < 60
-    clock = [100.0]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
-    capsys.readouterr()
-    timer = TimestampedTimer(start_time=99.0, running=5.0)
-    clock[0] += 1
-    assert timer.report("sleeping") is None and timer.report("nothing", ret=True) == 0
-    assert (timer.running, timer.start_time) == (7.0, 101.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"\[ [\d: -]+ \] Start {65,} 0\.000 ms, +5\.00 s total", lines[0]), lines[0]
-    assert re.search(r"\] sleeping +2,000\.000 ms, +7\.00 s total$", lines[1])
-    monkeypatch.setenv("RANK", "1")
-    assert TimestampedTimer("x").report("y", ret=True) == 0 and capsys.readouterr().out == ""

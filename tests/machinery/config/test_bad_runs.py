@@ -1,6 +1,5 @@
 """Runs that are refused once their parts are built: data sets, models, folders, other runs, checkpoints to resume."""
 
-import argparse
 import multiprocessing
 import socket
 import sys
@@ -68,28 +67,6 @@ class QuitsInAStep(Trainer):
         if self.world.is_main:
             sys.exit(0)
         return super().training_step(batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "quits", "flags", "call"),
-    [
-        ("dataset", lambda args: argparse.ArgumentParser().parse_args(["of others"]), "-cpu 2", "sys.exit(2)"),
-        ("arch", lambda args: sys.exit(0), "-cpu 1", "sys.exit(0)"),
-        ("trainer", QuitsInAStep, "-cpu 2", "sys.exit(0)"),
-    ],
-    ids=["dataset", "arch", "trainer"],
-)
-def test_a_plugin_that_calls_sys_exit_fails_the_run(kind, quits, flags, call, tmp_path, capfd):
-    with runs.plugins(**{kind: {"quits": quits}}):
-        try:
-            code = train.main(f"-arch mlp -{kind} quits {flags} -model run -out {tmp_path}".split())
-            message = capfd.readouterr().err
-        except RuntimeError as error:  # with one process the error is raised here
-            code, message = 1, str(error)
-    assert code == 1 and f"{call} was called" in message
-    if kind == "trainer":  # the run had begun
-        outcome = run_folder.read_json(tmp_path / "run" / "outcome.json")
-        assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
 
 
 def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):

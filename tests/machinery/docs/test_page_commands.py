@@ -2,15 +2,12 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
 import ports
 import pytest
 from pages import PAGES, commands, run_command
-
-from lib import config
 
 pytestmark = pytest.mark.timeout(900)  # many runs in turn
 
@@ -24,19 +21,6 @@ def test_the_commands_of_the_first_hour_work_in_turn(fork):
     status, check = output["python scripts/status.py"], next(one for one in hour if "-check_resume" in one)
     assert "first" in status and "finished" in status and "all as promised" in output[check]
     assert (fork / "my_net.pt").is_file()
-
-
-def test_everything_that_the_faq_allows_to_delete_can_be_deleted(fork, tmp_path):
-    folder = shutil.copytree(fork, tmp_path / "bare", ignore=shutil.ignore_patterns("out"))
-    section = PAGES["docs/faq.md"].split("## How do I remove what I do not need?")[1]
-    named = [folder / name for name in re.findall(r"`([\w/.]+)`", section) if "/" in name and "machinery" not in name]
-    kept = set(re.findall(r"`(\w+)`", re.search(r"except the defaults ([^.]+)\.", section)[1]))
-    assert len(named) >= 9 and {"digits", "convnet", "trainer"} == kept
-    plugins = [file for kind in config.BUILDERS for file in (folder / "lib" / kind).glob("[!_]*.py")]
-    others = [file for file in plugins if file.stem not in kept]
-    for path in [*named, *others]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert "finished:" in run_command(folder, "python train.py -epochs 1 -cpu 2")
 
 
 def test_the_commands_for_two_machines_in_the_page_start_one_run(fork):

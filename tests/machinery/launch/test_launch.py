@@ -214,36 +214,6 @@ def test_a_process_counts_as_launched_if_its_rank_fits_its_world_size(rank, size
     assert launch.is_launched() == is_one
 
 
-@pytest.mark.parametrize(
-    "ends, code, lines",
-    [
-        ("return 75", 75, ["end of main", "atexit", "finalizer"]),
-        ("sys.exit(3)", 3, ["end of main", "atexit", "finalizer", "objects"]),
-        ("raise OSError('no disk')", 1, ["end of main", "atexit", "finalizer", "objects"]),
-    ],
-)
-def test_a_program_runs_its_exit_handlers_and_flushes_but_skips_destructors(ends, code, lines):
-    """If main returns no exit code, it ends as Python does, with destructors."""
-    text = f"""
-import atexit, sys, threading, time
-from multiprocessing.util import Finalize
-from lib.utils import errors
-class Object:
-    def __del__(self, write=sys.stdout.write):
-        write("objects\\n")
-kept = Object()
-def main():
-    Finalize(None, print, ("finalizer",), exitpriority=1)
-    atexit.register(print, "atexit")
-    threading.Thread(target=lambda: (time.sleep(0.2), print("end of main"))).start()
-    {ends}
-errors.run_program(main)
-"""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, lines)
-    assert ("no disk" in done.stderr) == (code == 1)
-
-
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&-"])
 def test_a_stream_that_the_shell_has_closed_does_not_write_into_a_file_of_the_run(closed, tmp_path):
     code = "from lib.utils import errors; import os\ndef main():\n file = open(os.environ['FILE'], 'w')\n"

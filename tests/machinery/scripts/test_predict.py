@@ -130,23 +130,6 @@ def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp
     assert len((tmp_path / "x.table").read_text().splitlines()) == 2
 
 
-def test_classes_of_one_name_and_classes_called_like_columns_lose_nothing(trained_run, photos, tmp_path, capsys):
-    for names in (["same", "same", "other"], ["class", "file", "probability"]):
-        copy = shutil.copytree(trained_run, tmp_path / names[0])
-        text = (copy / "config.yaml").read_text()
-        for old, new in zip(("dark", "grey", "light"), names):
-            text = re.sub(rf"\b{old}\b", new, text)
-        (copy / "config.yaml").write_text(text)
-        file = photos / "val" / "dark" / "0.png"
-        [values] = predict.load(copy)([Image.open(file)])
-        assert len(values) == 3 and sum(values.values()) == pytest.approx(1)
-        printed = predictions(capsys, copy, file, "-format", "csv", "-device", "cpu")
-        [row] = csv.DictReader(printed.splitlines())
-        assert row["file"] == str(file) and len(row) == 6
-        [record] = json.loads(predictions(capsys, copy, file, "-format", "json", "-device", "cpu"))
-        assert sum(list(record.values())[3:]) == pytest.approx(1, abs=1e-5)
-
-
 def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
     mse, classes = (config.parse_args(["-loss", name, "-num_classes", "3"]) for name in ("mse", "cross_entropy"))
     for args, shape, width in ((mse, (2,), 1), (mse, (2, 5), 5), (classes, (2, 3), 3), (classes, (2, 7, 3), 3)):

@@ -75,18 +75,3 @@ def test_the_small_build_of_torch_is_proposed_once_where_there_is_no_gpu(project
     assert len(set_up(project)[0]) == 1, "torch is there"
     fake_program(project, "nvidia-smi", "")
     assert not proposed()
-
-
-@pytest.mark.parametrize("state", ["no Python", "no pip"])
-def test_a_venv_that_is_not_whole_is_made_again(project, state):
-    (project / ".venv" / "bin").mkdir(parents=True)
-    if state == "no Python":  # an update of the system removed it
-        (project / ".venv" / "bin" / "python").symlink_to(project / "removed")
-        (project / ".venv" / ".installed_dev").write_text(f"{(project / 'pyproject.toml').read_text().rstrip()} ")
-        made = "python -m venv --clear .venv"
-    else:  # Ctrl-C, or Debian's python3 without python3-venv
-        shutil.copy(project / "bin" / "python3", project / ".venv" / "bin" / "python")
-        (project / ".venv" / "broken").touch()
-        made = "python -m venv .venv"
-    calls = set_up(project)[1]
-    assert made in calls and calls[-1].startswith("uv pip install "), calls

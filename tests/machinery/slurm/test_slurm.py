@@ -171,6 +171,13 @@ def test_slurm_dry_prints_the_script_and_writes_nothing(slurm, out):
     assert not (out / "dry").exists()
 
 
+def test_an_array_runs_each_trial_of_a_sweep(slurm, out):
+    grid = f"{sys.executable} scripts/sweep.py -dataset slow {SHORT} -seed 1,2 -out {out}"
+    array = ["sbatch", "-N1", "--array=1-2", "--wait", "-o", out / "array_%a.log"]
+    slurm.run(*array, "--wrap", f"{grid} -only $SLURM_ARRAY_TASK_ID")
+    assert re.search(r"^all +.* 2 +finished ", slurm.run(*grid.split(), "-show"), re.M)
+
+
 def test_in_an_allocation_srun_starts_one_run_and_plain_python_one_process(slurm, out):
     """srun starts one run of two processes; without it, a command is one process, and its -reset applies."""
     flags = f"train.py -dataset slow {SHORT} -out {out} -model by_srun"
