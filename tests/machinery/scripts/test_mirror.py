@@ -36,7 +36,7 @@ def there(place: Path) -> list[str]:
     return mirror.checkpoints(entries)
 
 
-@pytest.mark.parametrize("how", ["-cpu 2", pytest.param("-cpu 2 -parallel fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["-cpu 2"])
 def test_an_emptied_folder_resumes_from_the_copy_with_the_same_bits(tmp_path, small_plugins, how):
     flags = f"{saves.SMALL} {how} -save_every 1steps -keep_every 1"
     wanted = saves.bits(run(tmp_path / "truth", flags))
@@ -155,6 +155,7 @@ def s3(monkeypatch):
     env = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": SECRET}
     for name, value in (env | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.to}"}).items():
         monkeypatch.setenv(name, value)  # this process sees all, without faults
+    until(lambda: socket.socket().connect_ex(("127.0.0.1", proxy.to)) == 0)
     fsspec.filesystem("s3").mkdir("runs")
     yield env | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}"}
     server.stop()
