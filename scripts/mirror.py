@@ -61,6 +61,7 @@ SIDE_FILES = (  # copied with each checkpoint, and at the run's end
     *("config.yaml", "start.json", "outcome.json", "eval.json", "metrics.jsonl", "wandb.json", "mlflow.json"),
     *("best/weights.safetensors", "final/weights.safetensors", "logs/*.log", "events.out.tfevents.*"),
 )
+OURS = re.compile(r"\.[0-9a-f]{12}$|^manifest\.[0-9]{9}\.[0-9a-f]{16}\.json$")  # names of what a mirror writes
 OF_A_START = ("logs/", "events.out.tfevents.")  # each start writes its own: those on disk stay
 
 
@@ -72,14 +73,16 @@ class TakenOver(Exception):
     """Another start writes to the place now."""
 
 
-def check(url: str) -> str:
-    """Return the protocol of a -mirror URL. Raises UsageError if it cannot be one."""
+def check(url: str, out: str | None = None) -> str:
+    """Return the protocol of a -mirror URL. Raises UsageError if it cannot be one, or is -out."""
     protocol, there, rest = url.partition("://")
     if re.search(r":[^@]*@|[?#]", rest):
         hint = "leave them to the store's own tools (~/.aws, AWS_PROFILE, gcloud auth, hf auth)"
         raise UsageError(f"-mirror: the URL has credentials or options in it, which files would keep: {hint}")
     if not there or not rest or "::" in url or (protocol in ("file", "local") and not rest.startswith("/")):
         raise UsageError(f"-mirror {url}: give a URL of a folder, as s3://BUCKET/runs or file:///mnt/runs")
+    if out and protocol in ("file", "local") and os.path.realpath(rest) == os.path.realpath(out):
+        raise UsageError(f"-mirror {url}: that is -out: take another place")
     return protocol
 
 
@@ -401,7 +404,8 @@ class Follower:
         if self.place.read(name) != manifest:
             raise Damaged(f"{self.place.url}/{name} is not what was written")
         self.generation, self.entries = self.generation + 1, entries
-        self.place.remove({*self.place.sizes()} - {name, "owner.json"} - {one["object"] for one in entries.values()})
+        ours = {one for one in self.place.sizes() if OURS.search(one)}  # others may keep files of theirs there
+        self.place.remove(ours - {name} - {one["object"] for one in entries.values()})
 
     def report(self) -> None:
         """Write mirror.json, from which scripts/status.py knows how far the copy is; say if it falls behind."""

@@ -360,7 +360,7 @@ class Project:
             target = link[2].partition("#")[0]
             return link[0] if not target or self.has(str(Path(page).parent / target)) else link[1]
 
-        return re.sub(r"(?<!!)\[([^]\n]+)\]\((?!https?:)([^)\s]+)\)", without, text)
+        return re.sub(r"(?<!!)\[([^][]+)\]\((?!https?:)([^)\s]+)\)", without, text)
 
 
 def rename(text: str, old: str, name: str) -> str:

@@ -56,7 +56,7 @@ def check_combinations(args: Args, given: set[str]) -> None:
         if {one, other} <= given and getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
     if args.mirror:
-        load_optional("scripts.mirror", "-mirror").check(args.mirror)
+        load_optional("scripts.mirror", "-mirror").check(args.mirror, args.out)
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
 

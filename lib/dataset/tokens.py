@@ -144,7 +144,7 @@ def find_files(data: str) -> dict[str, list[Path]]:
     loose = sorted(file for file in Path(data).glob("*.bin") if not is_debris(file.name))
     found = {}
     for split in ("train", "val", "test"):
-        named = [file for file in loose if split in re.split(r"[\W_]+", file.stem)]
+        named = [file for file in loose if {*re.split(r"[\W_]+", file.stem)} & {"train", "val", "test"} == {split}]
         inner = sorted(file for file in Path(data, split).glob("*.bin") if not is_debris(file.name))
         found[split] = [file for file in named if file.stem == split] or named or inner
     return {split: some for split, some in found.items() if some} if found["train"] else {}

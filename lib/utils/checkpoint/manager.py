@@ -94,7 +94,7 @@ class Checkpoints:
 
     def is_late(self, minutes: int | None = None) -> bool:
         """Return whether the last save is so long ago on all ranks; without a number, by what saves cost."""
-        interval_s = min(MOST_S, max(LEAST_S, self.took_s / SHARE)) if minutes is None else 60 * minutes
+        interval_s = 60 * minutes if minutes else min(MOST_S, max(LEAST_S * 6**self.failures, self.took_s / SHARE))
         early = time.monotonic() - self.saved_at < interval_s or (minutes is None and self.saving is not None)
         return not distributed.all_reduce_max([early], self.world)[0]
 

@@ -129,6 +129,7 @@ def test_several_files_are_read_as_one(folder, form):
     for number, part in enumerate(np.split(values, [1, 20, 20 + len(values) // 3])):
         (folder / form.format(number)).write_bytes(part.tobytes())
     (folder / "constrained.bin").write_bytes(b"x")
+    (folder / "test_train_9.bin").write_bytes(b"x")  # of which split?
     joined = splits_of(folder, "-num_classes", "500", "-tokens_samples", "0")["train"]
     assert len(joined) == len(whole) > 20 and joined.fingerprint == whole.fingerprint
     for index in range(len(whole)):

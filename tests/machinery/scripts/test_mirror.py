@@ -17,6 +17,7 @@ import needs
 import pytest
 import saves
 from command_line import refusal, usage_error
+from fsspec import asyn
 from fsspec.implementations.memory import MemoryFileSystem
 from processes import until
 from runs import lines, run
@@ -36,7 +37,7 @@ def there(place: Path) -> list[str]:
     return mirror.checkpoints(entries)
 
 
-@pytest.mark.parametrize("how", ["-cpu 2"])
+@pytest.mark.parametrize("how", ["-cpu 2", pytest.param("-cpu 2 -parallel fsdp", marks=pytest.mark.slow)])
 def test_an_emptied_folder_resumes_from_the_copy_with_the_same_bits(tmp_path, small_plugins, how):
     flags = f"{saves.SMALL} {how} -save_every 1steps -keep_every 1"
     wanted = saves.bits(run(tmp_path / "truth", flags))
@@ -76,9 +77,12 @@ def test_a_damaged_copy_is_passed_over(copied, tmp_path, refused):
 def test_two_runs_at_one_place_are_noticed(copied, tmp_path, refused):
     flags = f"{saves.SMALL} -save_every 1steps -seed 1"
     folder = run(tmp_path, f"{flags} -limit_steps 2", wanted=75)
+    (copied / "thesis.tex").write_text("of somebody")
     flags += f" -mirror file://{tmp_path}/there"
     assert "has another run (of " in refused(flags)
     run(tmp_path, f"{flags} -reset -limit_steps 2", wanted=75)
+    assert (copied / "thesis.tex").read_text() == "of somebody"
+    (copied / "thesis.tex").unlink()
     assert [name[-6:] for name in there(copied)] == ["step_2", "step_1"]
 
     one, other = (mirror.Follower(folder, mirror.Place(f"file://{copied.parent}", NAME), "run") for _ in range(2))
@@ -91,6 +95,7 @@ def test_a_url_is_refused_before_anything_is_written():
     for url in (f"s3://me:{SECRET}@bucket", f"s3://me:a/{SECRET}@bucket/x", f"https://host/x?sig={SECRET}"):
         assert "credentials" in refusal(f"-mirror {url}") and SECRET not in refusal(f"-mirror {url}")
     assert "give a URL of a folder" in refusal("-mirror file://x")
+    assert "that is -out" in refusal("-out /tmp/out -mirror file:///tmp/out/")
     assert "uv pip install adlfs" in usage_error(mirror.Place, "abfs://container/runs", NAME)
     assert "fsspec knows no s4://" in usage_error(mirror.Place, "s4://bucket", NAME)
 
@@ -159,6 +164,12 @@ def s3(monkeypatch):
     fsspec.filesystem("s3").mkdir("runs")
     yield env | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}"}
     server.stop()
+    proxy.shutdown()
+    loop = asyn.loop[0]
+    loop.call_soon_threadsafe(loop.stop)  # with a thread left, later tests could fork no processes
+    asyn.iothread[0].join()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    asyn.reset_after_fork()
 
 
 def newest(place: mirror.Place) -> list[str]:

@@ -170,7 +170,7 @@ sys.exit(train.main("-cpu 1 -epochs 1 -limit_steps 2".split()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", sorted({*project.PARTS} - {"exact", "plugins"}))
+@pytest.mark.parametrize("part", project.PARTS)
 def test_a_project_trains_and_collects_its_tests_without_any_one_of_the_parts(part, tmp_path):
     folder, about = tmp_path / "project", project.PARTS[part]
     python(ROOT, "scripts/new.py", "project", str(folder), "-without", part)
