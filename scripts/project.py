@@ -78,7 +78,7 @@ SHARED = {  # files that are left out with the last of these parts
     "scripts/elastic.sh": "elastic kubernetes",
     "scripts/other_weights.py": "tools export",
     "scripts/plot.py": "tools sweep",
-    "scripts/reading.py": "tools sweep trackers",
+    "scripts/reading.py": "tools sweep trackers mirror",
     "scripts/status.py": "tools sweep",
 }
 TEMPLATE_ONLY = (  # about the template itself
@@ -307,8 +307,8 @@ class Project:
             names = textwrap.fill(" ".join(self.absent_flags), 100, subsequent_indent=" " * 8)
             text = text.removesuffix("    return rules\n") + HIDE.replace("NAMES", names)
         elif file == "docs/flags.md":
-            text = re.sub(rf"^\| `-({'|'.join(self.absent_flags or ['-'])})\b.*\n", "", text, flags=re.M)
-            text = re.sub(r"^## .*\n\n.*\n\| ---.*\n(?!\|)\n?", "", text, flags=re.M)  # a table without rows
+            text = re.sub(rf"^- `-({'|'.join(self.absent_flags or ['-'])})\b.*\n", "", text, flags=re.M)
+            text = re.sub(r"^## .*\n\s*(?=^## |\Z)", "", text, flags=re.M)  # a group without flags
         elif file == "tests/conftest.py" and "tests/saves.py" not in self.files:
             text = re.sub(
                 r"^import (runs|saves|shutil)\n", "", text.partition(OVER_SAVES)[0].rstrip() + "\n", flags=re.M

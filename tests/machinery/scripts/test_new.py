@@ -185,9 +185,9 @@ def test_a_project_trains_and_collects_its_tests_without_any_one_of_the_parts(pa
     values = {"track": " mlflow", "ngrok_auth": " me"}
     printed = python(folder, "-c", PROBE, *[f"-{flag}{values.get(flag, '')}" for flag in flags], code=75)
     assert "stopped (-limit_steps 2" in printed, printed
-    shown = python(folder, "train.py", "-h")
+    shown = python(folder, "train.py", "-h") + (folder / "docs" / "flags.md").read_text()
     for flag in flags:
-        assert flag in shared() and not re.search(rf"^ +-{flag}\b", shown, re.M)
+        assert flag in shared() and not re.search(rf"^( +|- `)-{flag}\b", shown, re.M)
         assert re.search(rf"^train.py: (argument )?-{flag}: .*", printed, re.M), printed
 
 
@@ -203,6 +203,8 @@ def test_the_smallest_project_is_short_and_its_two_commands_pass(tmp_path):
     install(folder)
     assert "finished:" in output_of(folder, "./scripts/train.sh", "-epochs", "1")
     assert re.search(r"\d+ passed", output_of(folder, "./scripts/test.sh"))
+    python(ROOT, "scripts/new.py", "project", str(tmp_path / "one"), "-without", "all", "-with", "mirror")
+    python(tmp_path / "one", "-c", "import scripts.mirror")
 
 
 @pytest.mark.slow
