@@ -3,8 +3,9 @@
 States: running; finished; stopped, with its state saved; failed; lost (kill -9,
 a lost node, a power failure); silent: it has not written for a while, on a disk
 without locks; requeued: its Slurm job continues by itself. To continue a run
-that is stopped, failed or lost, type its command again. -delete removes, after a
-question, the runs that -reset moved to out/.old.
+that is stopped, failed or lost, type its command again. `saved` is the step of
+the newest checkpoint: if all processes are killed, the steps after it are lost.
+-delete removes, after a question, the runs that -reset moved to out/.old.
 
 The table is as wide as the terminal, or 80 columns: long names are cut in the
 middle, `why` has a line of its own, and the last line names the columns that
@@ -28,19 +29,8 @@ from scripts import reading
 
 SILENT_S = 900.0
 SORTS = ("run", "best", "loss", "seen")
-COLUMNS = ("run", "state", "epoch", "step", "loss", "best", "speed", "left", "mirror", "host", "job", "seen", "why")
-LEAST = (
-    "host",
-    "speed",
-    "step",
-    "job",
-    "seen",
-    "loss",
-    "epoch",
-    "left",
-    "mirror",
-    "best",
-)  # left out where there is no room
+COLUMNS = tuple("run state epoch step saved loss best speed left mirror host job seen why".split())
+LEAST = "host speed step job seen loss epoch left saved mirror best".split()  # left out where there is no room
 LONGEST = 120  # characters of why
 NAME = 28  # characters of a run's name for which columns are left out
 
@@ -143,6 +133,7 @@ def read_row(folder: Path) -> dict[str, str]:
         "state": found,
         "epoch": epoch,
         "step": step,
+        "saved": last_save(folder) if found in ("running", "silent", "lost") else "",
         "loss": short(figures.get("train/loss", unlogged(saved))),
         "best": f"{top['metric']} {short(top['value'])}" if top else "",
         "score": str(float(top["score"])) if top else "",  # for sorting: higher is better
@@ -154,6 +145,14 @@ def read_row(folder: Path) -> dict[str, str]:
         "seen": f"{span(seen)} ago",
         "why": metrics.fault or ("" if found in ("running", "finished") else reason[:LONGEST]),
     }
+
+
+def last_save(folder: Path) -> str:
+    """Return the step of the newest checkpoint, and how old it is: what is lost if all processes are killed now."""
+    newest = next(iter(run_folder.list_checkpoints(folder / "checkpoints")), None)
+    if newest is None:
+        return "never"
+    return f"{newest.name.rpartition('_')[2]}, {span(time.time() - newest.stat().st_mtime)} ago"
 
 
 def mirror(folder: Path) -> str:

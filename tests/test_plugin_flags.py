@@ -78,17 +78,6 @@ def test_a_flag_of_a_plugin_that_is_not_chosen_is_refused_with_what_it_needs(tmp
     assert refusal(["-cfg", path]) == f"{path}: {said}"
 
 
-@pytest.mark.parametrize(
-    ("flag", "owner"),
-    [("mlp_width", "-arch mlp"), ("tokens_length", "-dataset tokens"), ("ema_decay", "-trainer ema")],
-)
-def test_a_flag_of_a_plugin_that_is_not_chosen_names_that_plugin(tmp_path, flag, owner):
-    for command in (f"-{flag} 3", f"--{flag}=3", f"--{flag.replace('_', '-')} 3"):
-        assert refusal(command).endswith(f": it is a flag of {owner}")
-    path = cfg_file(tmp_path, f"{flag}: 3\n")
-    assert refusal(["-cfg", path]) == f"{path}: unknown flag -{flag}: it is a flag of {owner}"
-
-
 def test_a_list_that_a_flag_makes_of_one_word_is_read_back_from_config_yaml(monkeypatch, tmp_path):
     text = "def numbers(text): return [int(one) for one in text.split(',')]\n"
     text += "def add_args(parser): parser.add_argument('-odd_sizes', type=numbers, default=[])\nget_model = print\n"

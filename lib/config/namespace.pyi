@@ -68,6 +68,7 @@ class Args(argparse.Namespace):
     limit_steps: int | None
     check_resume: bool
     check_data: bool
+    restarts: int
     hang_minutes: float
     gpus: str | None
     cpu: int | None

@@ -6,7 +6,6 @@ import re
 from types import ModuleType
 from typing import NoReturn
 
-from lib.config import plugins
 from lib.config.types import yes_no
 from lib.utils.errors import UsageError, no_exit, suggest
 
@@ -36,9 +35,7 @@ class Parser(argparse.ArgumentParser):
         for spelling in (name, name[1:], f"-{name}"):
             if spelling in self._option_string_actions and len(spelling) > 1:
                 return spelling + equals + value
-        owners = " and of ".join(plugins.find_flag(name.lstrip("-").replace("-", "_")))
-        hint = f": it is a flag of {owners}" if owners else suggest(name, self._option_string_actions)
-        hint = hint or ": a plugin's flag needs its -arch, -dataset or -trainer"
+        hint = f"{suggest(name, self._option_string_actions)}: a plugin's flag needs its -arch, -dataset or -trainer"
         raise UsageError(f"{source}unknown flag {name}{hint}")
 
     def to_arguments(self, entries: dict[str, list[str]], path: str) -> list[str]:

@@ -7,7 +7,6 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -22,13 +21,6 @@ BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}
 def names(kind: str) -> list[str]:
     """Return the names of all plugins of a kind: the files in lib/KIND."""
     return sorted(file.stem for file in (ROOT / "lib" / kind).glob("*.py") if not file.stem.startswith("_"))
-
-
-def find_flag(flag: str) -> list[str]:
-    """Return the plugins, as "-arch mlp", in whose text a flag stands."""
-    text = re.compile(rf"""["']--?{re.escape(flag)}["']""")
-    files = [file for kind in BUILDERS for file in sorted((ROOT / "lib" / kind).glob("*.py"))]
-    return [f"-{file.parent.name} {file.stem}" for file in files if text.search(file.read_text(errors="replace"))]
 
 
 def load(kind: str, name: str) -> ModuleType:

@@ -77,7 +77,7 @@ class Shards(folder.Images):
         name = tar_index.member_name(header, begin + tarfile.BLOCKSIZE, len(data), shard)
         return printable(f"{tar_index.name_of(shard)}/{name}"), data
 
-    def prefetch(self, indices: list[int]) -> None:
+    def prefetch_samples(self, indices: list[int]) -> None:
         """Fetch the images of a micro-batch at once, if they come from a URL."""
         if tar_index.is_url(self.shards[0]):
             places = [self.place(index) for index in indices]

@@ -21,7 +21,7 @@ from lib.utils.errors import UsageError
 from lib.utils.files import is_debris, read_bytes
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
-CHECKED = 1 << 22  # tokens of a file that are looked at before training; each batch is checked, too
+CHECKED = 1 << 22  # tokens of a split that are looked at before training; each batch is checked, too
 HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd")  # .npy, zip, gzip, zstd
 HEADERS += (b"\x80\x04\x95", b"\x88\xd8\x34\x01", b"\xa1\xd9\x34\x01")  # pickle, llm.c
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
@@ -121,19 +121,16 @@ class Joined:
 
     def __init__(self, parts: list[np.ndarray]):
         self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
+        self.begins = self.ends - [len(part) for part in parts]
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def __getitem__(self, places: slice) -> np.ndarray:
         begin, end, _ = places.indices(len(self))
-        found = []
-        for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.parts)):
-            start = int(self.ends[number]) - len(self.parts[number])
-            if start >= end:
-                break
-            found.append(self.parts[number][max(0, begin - start) : end - start])
-        return np.concatenate(found)
+        first, last = np.searchsorted(self.ends, [begin, end - 1], "right")
+        used = [*zip(self.parts, self.begins)][first : last + 1]
+        return np.concatenate([part[max(0, begin - place) : end - place] for part, place in used])
 
 
 def find_files(data: str) -> dict[str, list[Path]]:
@@ -166,15 +163,19 @@ def read_meta(data: str) -> dict | None:
 
 def open_split(split: str, files: list[Path], vocabulary: int, meta: dict) -> np.ndarray | Joined:
     """Map the token files of a split. Raises UsageError for one that does not hold tokens below `vocabulary`."""
-    parts = [open_tokens(file, vocabulary, meta, is_certain="type" in meta and split in meta) for file in files]
+    is_certain, checked = "type" in meta and split in meta, -(-CHECKED // len(files))
+    parts = [open_tokens(file, vocabulary, meta, is_certain, checked) for file in files]
     count, place = sum(map(len, parts)), files[0] if len(files) == 1 else f"{files[0]} to {files[-1].name}"
     if meta.get(split, count) != count:
         raise UsageError(f"{place} has {count:,} tokens, and meta.json says {meta[split]:,}: copy it again")
     return Joined(parts) if len(parts) > 1 else parts[0]
 
 
-def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool) -> np.ndarray:
-    """Map a token file. Raises UsageError unless it has tokens below `vocabulary`; `is_certain`: by meta.json."""
+def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, checked: int) -> np.ndarray:
+    """Map a token file. Raises UsageError unless it begins with tokens below `vocabulary`, as many as are `checked`.
+
+    `is_certain`: by meta.json, these are tokens.
+    """
     if not file.is_file():
         raise UsageError(f"{file} is a link to nothing, or no regular file")
     kind = np.dtype(meta.get("type", "uint16" if vocabulary <= 1 << 16 else "uint32"))
@@ -183,7 +184,7 @@ def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool) -> np
     if size % kind.itemsize or not size:
         raise UsageError(f"{file}: {size:,} bytes are no tokens of {kind}, {kind.itemsize} bytes each; {hint}")
     tokens = np.memmap(file, kind, "r")
-    begin = np.array(tokens[:CHECKED])
+    begin = np.array(tokens[:checked])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")
     if not is_certain and are_bytes(begin):

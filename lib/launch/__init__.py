@@ -14,7 +14,10 @@ from lib.utils.errors import FINISHED, STOPPED, UsageError, load_optional, sugge
 
 def prepare(args: Args) -> None:
     """Say what starts, set what torch reads when it is imported, and import the plugins. Raises UsageError."""
-    environment.check_variables(args)
+    if args.ngrok:
+        load_optional("scripts.tensorboard_server", "-ngrok").check_password()
+    if args.restarts and (is_launched() or args.slurm):
+        raise UsageError("-restarts: torchrun has --max-restarts, and Slurm requeues; it is for runs of this machine")
     if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
     environment.export(args)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from lib.config import Args
-from lib.utils.errors import UsageError, load_optional
+from lib.utils.errors import UsageError
 
 # SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
@@ -21,9 +21,6 @@ CACHES = {"XDG_CACHE_HOME": "", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CAC
 # How often a thread on the CPU checks whether the others are done before it sleeps: for some microseconds. GNU's
 # OpenMP checks 300,000 times by default, which keeps cores from the threads it waits for (docs/benchmarks.md).
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
-# Variables of launchers that are numbers.
-NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-NUMBERS += ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def export(args: Args) -> dict[str, str]:
@@ -62,19 +59,6 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
 def has_rank() -> bool:
     """Whether torchrun or a launcher of ours started this process; a RANK may have leaked from elsewhere."""
     return "RANK" in os.environ and int(os.environ["RANK"]) < int(os.environ.get("WORLD_SIZE", 0))
-
-
-def check_variables(args: Args) -> None:
-    """Raise UsageError for a launcher's variable that is wrong, or a password that is none for -ngrok."""
-    for name in NUMBERS:
-        text = os.environ.get(name, "1")
-        least, most = int(name.endswith("WORLD_SIZE")), 65535 if name == "MASTER_PORT" else 1 << 31
-        if not (text.isdecimal() and least <= int(text) <= most):
-            raise UsageError(f"{name} is {text!r} in the environment: unset it if no launcher started this process")
-    if has_rank() and os.environ["WORLD_SIZE"] != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise UsageError("RANK is in the environment, and no MASTER_ADDR or no MASTER_PORT: unset RANK, or set both")
-    if args.ngrok:
-        load_optional("scripts.tensorboard_server", "-ngrok").check_password()
 
 
 def choose_gpus(args: Args) -> None:

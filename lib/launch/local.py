@@ -34,8 +34,15 @@ def start(args: Args, target: str) -> int:
     if args.debug:  # at a breakpoint, Ctrl-C is the debugger's
         return start_one(args, target)
     with signals.exit_on_signal():
-        count = count_processes(args)
-        return start_processes(args, target, count) if count > 1 else start_one(args, target)
+        count, run_id = count_processes(args), uuid.uuid4().hex
+        if count == 1 and not args.restarts:
+            return start_one(args, target)
+        for number in range(args.restarts + 1):
+            if number:
+                print(f"train.py: starting again: {number} of -restarts {args.restarts}", file=sys.stderr, flush=True)
+            if (code := start_processes(args, target, count, run_id)) >= 0:  # none was killed
+                return code
+        return FAILED
 
 
 def start_one(args: Args, target: str) -> int:
@@ -67,8 +74,8 @@ def fork_is_safe() -> bool:
     return sys.platform == "linux" and not torch.accelerator.is_available() and not others
 
 
-def start_processes(args: Args, target: str, count: int) -> int:
-    """Run `count` processes on this machine and wait for them. Returns the exit code.
+def start_processes(args: Args, target: str, count: int, run_id: str) -> int:
+    """Run `count` processes on this machine and wait for them. Returns what `watch` does. A restart keeps `run_id`.
 
     Like torchrun's agent, this process has the rendezvous store. Its port is open before the children start.
     Where it is safe they are forked, with torch imported already; else each imports it again.
@@ -83,8 +90,7 @@ def start_processes(args: Args, target: str, count: int) -> int:
     os.register_at_fork(after_in_child=server.close)  # else it would still accept connections after our end
     print_lock = torch.multiprocessing.get_context(method).Lock()
     host, port = server.getsockname()
-    sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    variables = environment.rank_variables(sizes, uuid.uuid4().hex, (host, port))
+    variables = environment.rank_variables({"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}, run_id, (host, port))
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # this process has it
     arguments = (variables, target, args, print_lock)
     started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
@@ -129,7 +135,7 @@ def call_target(target: str, args: Args) -> int:
 
 
 def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, folder: Path, grace_s: float) -> int:
-    """Wait for the children, by rank, or for the first failure. Returns the run's exit code.
+    """Wait for the children, by rank, or for the first failure. Returns the exit code, or -N: signal N killed one.
 
     `forwarded`: signals that they were sent. The child that takes `print_lock` prints why it failed. The others then
     have `grace_s` for their last step (just_in_time.py), on GPUs none: they may wait for a lost one for ever.
@@ -154,7 +160,7 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, f
     until = time.monotonic() + (max(SHUTDOWN_S, grace_s) if trains else SHUTDOWN_S)
     for child in children:
         child.join(max(0.0, until - time.monotonic()))
-    return code if code > 0 else FAILED
+    return FAILED if code < 0 and forwarded else code
 
 
 def failed_rank(codes: list[int | None]) -> int | None:

@@ -317,7 +317,10 @@ class Trainer:
     def is_due(self, every: str) -> bool:
         """Return whether what comes every N steps or epochs, or as a save every N minutes, is due after this step."""
         if every == "auto":
-            return self.is_due("1epoch") or (self.stop.voted and self.checkpoints.is_late())
+            if not (self.stop.voted and self.checkpoints.is_late()):
+                return self.is_due("1epoch")
+            self.read_losses()
+            return self.is_due("1epoch") or not self.state.bad_row  # else the weights may be NaN already
         number = int(re.sub(r"\D", "", every))  # epochs if there is no unit
         if "minute" in every:
             return self.stop.voted and self.checkpoints.is_late(number)

@@ -7,7 +7,6 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` sha
 LEAST_MINUTES = 30.0  # that a collective waits: at the start data is fetched, a model compiled, a checkpoint read
 KERNELS = "MKL_CBWR MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA MKLDNN_MAX_CPU_ISA".split()
 KERNEL_VARIABLES = [f"{name}={os.environ[name]}" for name in KERNELS if os.environ.get(name)]  # change sums' bits
-LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 _left_groups = []  # process groups that this process left: `join`
 
 
@@ -73,15 +71,6 @@ def join(args: Namespace) -> Iterator[World]:
         # Gloo's C++ parts end with the process. Destroying them keeps Python's lock, which their threads may need.
         _left_groups.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
-
-
-def disconnect() -> None:
-    """Close this process's connections: the others then fail, as if it were gone, and wait for it no longer."""
-    for entry in [*Path("/dev/fd").iterdir()]:
-        # OSError: not a socket, or not connected.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(*LISTENS):
-                one.shutdown(socket.SHUT_RDWR)
 
 
 def place() -> World:

@@ -7,16 +7,20 @@ state of its last whole step, and may be one step behind another. A fork may del
 import contextlib
 import logging
 import math
+import os
+import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from lib.utils import distributed, watchdog
+from lib.utils import watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.manager import Checkpoints
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
+LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 
 
 @contextlib.contextmanager
@@ -46,7 +50,7 @@ def save(trainer: Any) -> None:
     """
     if not has_whole_state(trainer):
         raise RuntimeError("each rank has all of it only on the CPU, without FSDP, and not with -deterministic no")
-    distributed.disconnect()
+    disconnect()
     if trainer.checks.changed or trainer.engine.buffers.others:
         raise RuntimeError("a pass changes more than running statistics, as a counter, a queue or a teacher")
     trainer.engine.buffers.restore()
@@ -73,3 +77,12 @@ def save(trainer: Any) -> None:
     alone.save(*trainer.contents(), step=step, keep=keep)
     alone.close()
     sys.stderr.write(f"train.py: step {step} is saved; resume: python train.py -cfg {trainer.folder}/config.yaml\n")
+
+
+def disconnect() -> None:
+    """Close this process's connections: the others then fail, as if it were gone, and wait for it no longer."""
+    for entry in [*Path("/dev/fd").iterdir()]:
+        # OSError: not a socket, or not connected.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(*LISTENS):
+                one.shutdown(socket.SHUT_RDWR)

@@ -49,13 +49,7 @@ def read_start(args: "Args", world: World) -> dict:
     path = run_folder.path_of(args) / "start.json"
 
     def read() -> dict:
-        found = run_folder.read_json(path)
-        if run_folder.is_reset_due(args, world):
-            return {}
-        is_odd = not isinstance(found.get("resume"), str | None) or (path.exists() and not found)
-        if is_odd and not run_folder.list_checkpoints(path.parent / "checkpoints"):
-            raise UsageError(f"{path} does not hold what the run's first start settled: -reset starts from scratch")
-        return {} if is_odd else found
+        return {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path)
 
     return next(filter(None, world.on_writers(read)), {})
 

@@ -150,7 +150,6 @@ def read(folder: Path, names: list[str], tensors: dict[str, Tensor]) -> None:
     for file in names:
         if not missing:
             return
-        files.open_regular(folder / file, "rb").close()  # no pipe, as above
         with safe_open(folder / file, framework="pt") as blocks:
             starts = json.loads((blocks.metadata() or {}).get("starts", "{}"))
             for name in missing.keys() & blocks.keys():

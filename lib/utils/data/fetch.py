@@ -69,11 +69,11 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
 
 
 def prefetch(dataset: Any, indices: list[int]) -> None:
-    """Let a dataset with a `prefetch` know which samples are read next; a Subset has that of what it is a part of."""
+    """Call a dataset's `prefetch_samples` with those that are read next; a Subset's is that of its dataset."""
     if isinstance(dataset, Subset):
         prefetch(dataset.dataset, [dataset.indices[index] for index in indices])
-    elif hasattr(dataset, "prefetch"):
-        dataset.prefetch(indices)
+    elif hasattr(dataset, "prefetch_samples"):
+        dataset.prefetch_samples(indices)
 
 
 def has_whole_batches(dataset: MapDataset) -> bool:

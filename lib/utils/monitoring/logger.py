@@ -19,10 +19,17 @@ log = logging.getLogger(__name__)
 class NoLogger:
     """The methods of Logger, which do nothing: for -debug, for -eval, and for most ranks of a run."""
 
-    def _ignore(self, *_: Any) -> None:
+    def step(self) -> None:
         """Do nothing."""
 
-    step = log_training = log_evaluation = close = _ignore
+    def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
+        """Do nothing."""
+
+    def log_evaluation(self, state: Any, split: str, figures: dict) -> None:
+        """Do nothing."""
+
+    def close(self, outcome: dict | None = None) -> None:
+        """Do nothing."""
 
 
 class Logger:

@@ -242,15 +242,6 @@ def test_files_with_a_valid_checksum_and_wrong_content_end_a_start_and_no_code_i
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("odd", ["[]", '{"resume": 3}', "{"])
-def test_a_run_that_was_killed_before_its_first_save_goes_on_with_what_it_settled_or_not_at_all(odd, copy, refused):
-    shutil.rmtree(copy / "checkpoints")
-    (copy / "start.json").write_text(odd)
-    line = refused(f"{SMALL} -cpu 1", out=copy.parent)
-    assert "start.json does not hold what the run's first start settled" in line
-    run(copy.parent, f"{SMALL} -cpu 1 -reset -epochs 1")
-
-
 # What is shown
 
 LINES = [b"[]", b"5", b"null", b'{"step": "x"}', b'{"epoch": 1}', b"\xff\x00", b"{" * 10_000, b'{"step": 2, "a": []}']

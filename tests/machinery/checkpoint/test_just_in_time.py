@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from runs import lines, norm_net, outcome, plugins, run, same_tensors
+from runs import lines, norm_net, outcome, plugins, run, same_tensors, weights
 from saves import PLUGINS, SMALL, at_step, bits, change_manifest, kept, log_of, steps, tensors
 
 from lib.launch import local
@@ -135,6 +135,16 @@ def holds_the_step(folder, truth, step):
     one, other = read_manifest(made), read_manifest(wanted)
     same_state = all(one["state"][name] == other["state"][name] for name in ("step", "samples", "grad_norm"))
     return same_state and one["states"] == other["states"] and same_tensors(tensors(made), tensors(wanted))
+
+
+def test_a_run_with_restarts_starts_again_by_itself_and_has_the_same_bits(truth, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(Deadly, "deaths", {1: ("vote", 5)})
+    folder = run(tmp_path, f"{FLAGS} -cpu 3 -reset -restarts 1")  # -reset is done once
+    assert same_tensors(weights(folder), weights(truth)) and outcome(folder)["best"] == outcome(truth)["best"]
+    assert "starting again: 1 of -restarts 1" in capfd.readouterr().err
+    monkeypatch.setattr(Deadly, "deaths", {0: ("vote", 5)})  # alone: nobody saves that step, and it dies each time
+    run(tmp_path, f"{FLAGS} -cpu 1 -model one -restarts 2", wanted=1)
+    assert "starting again: 2 of -restarts 2" in capfd.readouterr().err
 
 
 PLACES = {

@@ -32,8 +32,7 @@ def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_
     file.write_text(config.to_yaml(parsed("-arch resnet -resnet_depth 34 -epochs 7"), {}))
     args = parsed(["-cfg", str(file), "-arch", "resnet"])
     assert (args.arch, args.dataset, args.epochs, args.image_size) == ("resnet", "digits", 7, 8)
-    refused = f"{file}: unknown flag -resnet_depth: it is a flag of -arch resnet"
-    assert refusal(["-cfg", str(file), "-arch", "mlp"]) == refused
+    assert refusal(["-cfg", str(file), "-arch", "mlp"]).startswith(f"{file}: unknown flag -resnet_depth")
     args = parsed(["-cfg", str(file), "-dataset", "fake", "-channels", "1"])
     assert (args.dataset, args.arch, args.resnet_depth, args.epochs) == ("fake", "resnet", 34, 7)
     assert (args.channels, args.image_size) == (1, 224), "the data sets the size, the command line the channels"

@@ -59,7 +59,7 @@ def samples(data, *flags) -> dict:
         found = {}
         try:
             for split, part in tar.get_dataset(args).items():
-                part.prefetch([*range(0, len(part), 2), 0])
+                part.prefetch_samples([*range(0, len(part), 2), 0])
                 pixels = [(image.numpy().tobytes(), label) for image, label in part]
                 found[split] = part.fingerprint, part.classes, pixels, part.sample_name(len(part) - 1)
         except UsageError as error:

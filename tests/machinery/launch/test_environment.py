@@ -1,7 +1,6 @@
 """Environment variables for torch and other libraries: caches, debugging, the fast network of some machines."""
 
 import os
-import re
 import subprocess
 import sys
 
@@ -89,21 +88,3 @@ def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system
     assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
     here = environment.rank_variables({"RANK": 0}, "run", ("127.0.0.1", 10_000))
     assert here.get("GLOO_SOCKET_IFNAME") == environment.LOOPBACK, "processes of one machine need no network"
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"RANK": "", "WORLD_SIZE": ""}, "RANK is ''"),
-        ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is ''"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, "no MASTER_ADDR or no MASTER_PORT"),
-    ],
-)
-def test_left_over_variables_of_launchers_are_one_line(given, name, monkeypatch, refused):
-    for variable, value in given.items():
-        monkeypatch.setenv(variable, value)
-    line = refused("-cpu 2 -arch mlp")
-    assert re.search(name, line) and re.search("unset (it|RANK)", line) and "\n" not in line.strip()

@@ -61,7 +61,7 @@ def test_old_runs_are_deleted_only_after_confirmation(answer, gone, tmp_path, mo
 
 def test_a_run_is_shown_as_running_and_after_a_kill_as_lost(start):
     one = start("live", "-epochs", "5000", "-log_every", "5", cpu=2)
-    until(lambda: one.folder.is_dir() and rows(one.folder).get("live", {}).get("left"))
+    until(lambda: one.folder.is_dir() and " ago" in rows(one.folder).get("live", {}).get("saved", ""))
     row = rows(one.folder)["live"]
     assert row["state"] == "running" and row["epoch"].endswith("/5000") and row["host"] == os.uname().nodename
     assert reading.is_locked(one.folder), "reading the status neither takes nor releases the lock"

@@ -163,7 +163,10 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         ("-seed 1,2 -gpus 0,1 -gpus_per_trial 3", "-gpus_per_trial 3 needs"),
         ("-seed 1,2 -jobs 0", "-jobs"),
         ("-seed 1,2 -only 3", "-only 3: this grid has 2 trials"),
-        ("-arch convnet,resnet -mlp_width 8,16", "unknown flag -mlp_width: it is a flag of -arch mlp"),
+        (
+            "-arch convnet,resnet -mlp_width 8,16",
+            "unknown flag -mlp_width: a plugin's flag needs its -arch, -dataset or -trainer",
+        ),
         ("mlp -seed 1,2", "belongs to no flag"),
         ("-seed lin:1:9 -trials 3", "-trials needs Optuna: uv pip"),
     ],
