@@ -66,11 +66,8 @@ def test_the_files_in_the_pages_train(fork, output):
     assert min(last[run]["val/accuracy"] for run in ("stripes_tiny", "rings_planar", "free")) > 0.9
     assert last["saddle_planar"]["val/mae"] < 0.05 and last["above_tagger"]["val/bits_per_token"] < 0.2
     assert last["rare_planar"]["val/recall_1"] > 0.8 and last["discs_pixelwise"]["val/miou"] > 0.9
-    assert {"val/sure", "val/overlap", "train/critic"} <= {
-        *last["rings_planar"],
-        *last["boxes_detector"],
-        *last["gan"],
-    }
+    assert last["rings_planar"]["val/sure"] > 0.5 and last["boxes_detector"]["val/overlap"] >= 0
+    assert all("train/critic" in line for line in lines(fork / "out" / "gan") if "train/loss" in line)
     assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
     assert _weights(fork, "views") == _weights(fork, "views_3")
     assert _weights(fork, "stripes_tiny") == _weights(fork, "again"), "config.yaml repeats a run"
