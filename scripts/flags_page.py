@@ -19,12 +19,9 @@ PAGE, STUB = ROOT / "docs" / "flags.md", ROOT / "lib" / "config" / "namespace.py
 PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to one plugin: a fork has others
 INTRODUCTION = """# Which flags are there?
 
-These flags are shared by all runs. `python scripts/flags_page.py` writes this page from `python train.py -h`, which
-next to `-arch`, `-dataset` or `-trainer` shows the flags and defaults of that plugin, too. In parentheses: the
-defaults of the default run, `-dataset digits -arch convnet`.
-
-A run does not continue with another value of a flag, or of a plugin's own flag, unless `-allow_change FLAG` names it
-([more](resume.md#what-may-change-between-two-starts)) or the flag has a mark:
+`python train.py -h` shows these flags and, next to `-arch`, `-dataset` or `-trainer`, those of that plugin. In
+parentheses: the defaults of the default run. A run does not continue with another value of a flag, unless
+`-allow_change FLAG` names it ([more](resume.md#what-may-change-between-two-starts)) or it has a mark:
 
 - *allowed*: the run takes the new value.
 - *once*: the flag counts for one start, and config.yaml does not keep it.

@@ -45,7 +45,7 @@ BUDGETS = {  # name: most lines, patterns of files, patterns of files that are l
     "tests without machinery": (2500, TESTS, []),
     "tests/machinery": (13000, ["tests/machinery/**/*.py"], []),
 }
-README_WORDS, DOCS_WORDS = 1600, 16600
+README_WORDS, DOCS_WORDS = 1600, 15000
 
 
 def tracked(*patterns: str) -> set[str]:
@@ -66,8 +66,7 @@ def test_line_counts_stay_within_their_budgets(what):
 
 def test_the_readme_and_the_pages_stay_below_their_word_limits():
     readme, *pages = (len((ROOT / one).read_text().split()) for one in ("README.md", *tracked("docs/**/*.md")))
-    assert readme <= README_WORDS
-    assert sum(pages) <= DOCS_WORDS, f"{sum(pages)} words in docs: the goal is 15,000"
+    assert readme <= README_WORDS and sum(pages) <= DOCS_WORDS, f"{readme} words, and {sum(pages)} in docs"
 
 
 def test_the_lock_has_an_exact_version_of_each_direct_dependency():

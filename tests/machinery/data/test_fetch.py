@@ -77,8 +77,8 @@ def test_tensors_in_a_batch_of_any_form_go_to_the_device():
 
 def test_the_page_lists_all_optional_attributes_of_a_dataset():
     page = (ROOT / "docs" / "extending.md").read_text()
-    table = page.partition("These attributes are optional")[2].partition("`draws` holds")[0]
-    listed = set(re.findall(r"^\| `(\w+)", table, re.M))
+    attributes = page.partition("These attributes are optional")[2].partition("`draws`, ")[0]
+    listed = set(re.findall(r"^- `(\w+)", attributes, re.M))
     code = "".join(file.read_text() for file in Path(fetch.__file__).parent.glob("*.py"))
     assert listed >= set(re.findall(r'option\(.*, "(\w+)"', code)) >= {"on_device", "classes", "log_lines"}
 

@@ -129,9 +129,9 @@ def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
 
 
 def test_the_sampler_in_the_page_gives_each_sample_once_in_batches_of_similar_length():
-    text = (config.ROOT / "docs/data.md").read_text()
+    text = (config.ROOT / "docs/examples/padding.md").read_text()
     space = {"Sampler": data.Sampler, "torch": torch}
-    exec(re.search(r"```python\n(class ByLength.*?)```", text, re.S)[1], space)
+    exec(re.search(r"^(class ByLength.*?)^def", text, re.S | re.M)[1], space)
     lengths = torch.randint(1, 100, (1000,))
     part = Tensors(lengths)
     part.sampler = space["ByLength"](lengths, batch=16, window=10)

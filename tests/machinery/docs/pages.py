@@ -22,9 +22,9 @@ FORMS = (
     *("docker push ", "kubectl ", "pre-commit install"),
 )
 PAGE_PLUGINS = {  # plugins that the pages define or take from elsewhere, by kind
-    "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
-    "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes", "saddle", "cifar10", "balanced"],
-    "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc", "free"],
+    "arch": "tiny my_net planar bert nano vision causal detector painter tagger pixelwise".split(),
+    "dataset": "stripes my_data rings parity counting boxes saddle cifar10 rare above discs".split(),
+    "trainer": "sure detection gan contrastive profiled auroc free focal miou".split(),
 }
 
 
