@@ -100,7 +100,9 @@ def numbers(version: str) -> list[int]:
 def reduction(args) -> Findings:
     """Add up a tensor on two processes, started like those of a run."""
     on_gpus = not args.cpu and torch.accelerator.device_count() > 1
-    code = local.start_processes(config.parse_args([] if on_gpus else ["-cpu", "2"]), "scripts.doctor:add_up", 2)
+    code = local.start_processes(
+        config.parse_args([] if on_gpus else ["-cpu", "2"]), "scripts.doctor:add_up", 2, "doctor"
+    )
     where = "two GPUs by NCCL" if on_gpus else "two processes on the CPU by gloo"
     yield (
         (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO shows more")

@@ -44,7 +44,7 @@ PARTS = {
     "ngrok": Part(
         "-tb, -ngrok: a run serves TensorBoard", "scripts/tensorboard_server.py", "tb ngrok ngrok_auth", "pyngrok"
     ),
-    "mirror": Part("-mirror: a copy of each run at another place", "scripts/mirror.py", "mirror", "remote"),
+    "mirror": Part("-mirror: a copy of each run at another place", "scripts/mirror.py", "mirror"),
     "export": Part("weights as one file: ONNX, torch.export", "scripts/export.py", packages="export"),
     "compat": Part("the classes of cycling_utils", "lib/utils/compat/*"),
     "recipes": Part("complete configurations", "scripts/recipes/* tests/test_recipes.py"),
@@ -85,7 +85,7 @@ TEMPLATE_ONLY = (  # about the template itself
     ".ci/* .github/* .pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md docs/chaos.md "
     "docs/compat.md docs/scaling.md docs/terminal.png scripts/project.py tests/machinery/*"
 )
-TEMPLATE_PACKAGES = "aiohttp import-linter kubernetes-validate kubeflow-trainer-api"
+TEMPLATE_PACKAGES = "aiohttp s3 import-linter kubernetes-validate kubeflow-trainer-api"
 OVERVIEWS = ("AGENTS.md", "scripts/__init__.py", "scripts/recipes/README.md")  # have an item for each thing
 README = """# NAME
 
@@ -279,6 +279,7 @@ class Project:
         self.files = {file for file in there if not any(fnmatch(file, pattern) for pattern in patterns)}
         self.packages = " ".join([TEMPLATE_PACKAGES, *[part.packages for part in left_out]]).split()
         self.packages += ["matplotlib", "plot"] if "scripts/plot.py" not in self.files else []
+        self.packages += ["remote"] if not {"scripts/mirror.py", "scripts/remote.py"} & {*self.files} else []
         patterns = " ".join(part.flags for part in left_out).split()
         flags = re.findall(r'^    add\("-(\w+)"', (ROOT / "lib" / "config" / "flags.py").read_text(), re.M)
         self.absent_flags = [flag for flag in flags if any(fnmatch(flag, pattern) for pattern in patterns)]

@@ -1,4 +1,4 @@
-"""Finds out where each image lies in tar shards: python scripts/tar_index.py DATA.
+"""Finds out where each sample lies in tar shards: python scripts/tar_index.py DATA.
 
 -dataset tar does so by itself at its first start. An index is made once, by reading the headers of all files. It is
 in the folder index/ next to the shards, or in -cache_dir, and is valid for shards of these names, sizes and times (or
@@ -10,13 +10,15 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import io
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,7 +36,8 @@ IMAGES = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")  # t
 COMPRESSED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 MOST_CLASSES = 1 << 20
 QUIET_S = 30  # between two lines of progress where stderr is no terminal
-ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4")])  # of an index
+# Of an index: where the files of a sample lie, with their headers. Without a class, its label is -1.
+ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4")])
 SPLITS = ("train", "val", "test")
 
 
@@ -66,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             print(json.dumps(found))
             return 0
-        for split, (rows, shards) in open_index(found).items():
-            print(f"{split}: {len(rows):,} images in {len(shards):,} shards")
+        for split, (rows, shards) in open_index(found, with_classes=False).items():
+            print(f"{split}: {len(rows):,} samples in {len(shards):,} shards")
     except (UsageError, OSError) as error:
         if not args.json:
             parser.exit(2, f"tar_index.py: {error}\n")
@@ -117,7 +120,7 @@ def find_index(data: str, cache_dir: str | None, split: str, shards: list[str], 
     about = [*store.map(functools.partial(name_and_version, store=store), shards)]
     root = root_of(data)
     place = (root if is_url(data) else os.path.realpath(root)) if cache_dir else ""  # others may have theirs there
-    key = hashlib.sha256(repr((about, place)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((about, place, "samples")).encode()).hexdigest()[:16]  # not of images, as before
     file = Path(cache_dir or root) / "index" / f"{split}_{key}.npy"
     if not file.exists():  # its folder may be writable for others only
         make_index(file, shards, split, data, store)
@@ -129,10 +132,10 @@ def name_and_version(shard: str, store: Any) -> tuple:
         return name_of(shard), *store.version(shard)
 
 
-def open_index(found: dict[str, Any]) -> dict[str, tuple[np.ndarray, list[str]]]:
-    """Return where the images of each split lie, rows of ROW, mapped, and its shards.
+def open_index(found: dict[str, Any], with_classes: bool = True) -> dict[str, tuple[np.ndarray, list[str]]]:
+    """Return where the samples of each split lie, rows of ROW, mapped, and its shards.
 
-    Raises UsageError for an index that cannot be read, or a split without images.
+    Raises UsageError for an index that cannot be read, a split without samples, or (`with_classes`) without classes.
     """
     opened = {}
     for split in SPLITS:
@@ -143,7 +146,10 @@ def open_index(found: dict[str, Any]) -> dict[str, tuple[np.ndarray, list[str]]]
             except (ValueError, EOFError) as error:
                 raise UsageError(f"{file}: damaged ({error}): remove it, and it is made again") from None
             if not len(rows):
-                raise UsageError(f"{root_of(shards[0])}: no image with a class in the shards of {split}")
+                raise UsageError(f"{root_of(shards[0])}: no sample in the shards of {split}")
+            if with_classes and rows["label"].min() < 0:
+                hint = "a dataset of your own can take their other files: docs/data.md"
+                raise UsageError(f"{root_of(shards[0])}: samples of {split} have no class, in NAME.cls; {hint}")
             opened[split] = rows, shards
     return opened
 
@@ -245,11 +251,11 @@ def scan(shards: list[str], split: str, store: Any) -> np.ndarray:
 
 
 def scan_shard(shard: str, store: Any) -> list[tuple[int, int, int]]:
-    """Return what find_images does. Raises UsageError naming the shard."""
+    """Return what find_samples does. Raises UsageError naming the shard."""
 
     def read() -> list[tuple[int, int, int]]:
         with store.open(shard) as file:
-            return find_images(shard, file)
+            return find_samples(shard, file)
 
     try:
         with usage_errors(shard):
@@ -269,48 +275,69 @@ def usage_errors(shard: str) -> Iterator[None]:
         raise UsageError(f"{shard}: cannot be read ({error.strerror or error})") from None
 
 
-def find_images(shard: str, file: BinaryIO) -> list[tuple[int, int, int]]:
-    """Return offset, size and class of each image in a shard, in its order.
+def find_samples(shard: str, file: BinaryIO) -> list[tuple[int, int, int]]:
+    """Return offset, size and class of each sample in a shard, in its order.
 
-    Raises UsageError, OSError, or, as tarfile does, TarError, EOFError, OverflowError or ValueError.
+    They are images, or, in a shard without images and classes, whatever files have a name in common. Files of a
+    sample that do not lie together are left out, but for the image. Raises UsageError, OSError, or, as tarfile does,
+    TarError, EOFError, OverflowError or ValueError.
     """
     samples: dict[str, dict[str, Any]] = defaultdict(dict)
     with tarfile.open(fileobj=file, mode="r:") as tar:
         while member := tar.next():
             tar.members = []  # or all of them stay in memory
             name = member.name.rpartition("/")[2]
-            ending = name.partition(".")[2]
-            kind = "image" if ending.lower() in IMAGES else ending.lower()
-            if kind not in ("image", "cls") or is_debris(name) or member.isdir():
+            if is_debris(name) or member.isdir():
                 continue
-            shown = f"{shard}: {one_line(member.name)}"
+            ending = name.partition(".")[2]
+            kind, key = kind_of(ending), member.name.removesuffix(f".{ending}")
             if not member.isreg() or member.issparse():
-                raise UsageError(f"{shown} is a link or a sparse file: store it as it is")
-            if member.size >= 1 << 32:
-                raise UsageError(f"{shown} has {member.size:,} bytes: no image has 4 GB")
-            key = member.name.removesuffix(f".{ending}")
-            if kind in samples[key]:
+                raise UsageError(f"{shard}: {one_line(member.name)} is a link or a sparse file: store it as it is")
+            sample = samples[key]
+            if kind in sample:
                 raise UsageError(f"{shard}: two files are the {kind} of {one_line(key)}")
-            samples[key][kind] = member.offset_data, member.size
+            sample[kind] = member.offset, end_of(member)
             if kind == "cls":  # read while a URL's reader is here
                 file.seek(member.offset_data)
-                samples[key][kind] = file.read(min(member.size, 21))
+                sample["class"] = file.read(min(member.size, 21))
         check_end(file, tar.offset)
-        rows = []
-        for key, sample in samples.items():
-            missing = [kind for kind in ("image", "cls") if kind not in sample]
-            if missing:
-                found = Counter(len(one) for one in samples.values())[1]
-                raise UsageError(f"{shard}: {one_line(key)} has no {missing[0]} ({found} such samples)")
-            text = sample["cls"]
-            if len(text) > 20 or not text.strip().isdigit():
-                raise UsageError(f"{shard}: the class of {one_line(key)} is no number from 0: {text!r}")
-            if int(text) >= MOST_CLASSES:
-                raise UsageError(
-                    f"{shard}: the class of {one_line(key)} is {int(text)}: at most {MOST_CLASSES - 1:,}"
-                )
-            rows.append((*sample["image"], int(text)))
-    return rows
+    chosen = {key: sample for key, sample in samples.items() if sample.keys() & {"image", "cls"}} or samples
+    return [(*place_of(shard, key, sample), label_of(shard, key, sample, chosen)) for key, sample in chosen.items()]
+
+
+def kind_of(ending: str) -> str:
+    return "image" if ending.lower() in IMAGES else ending.lower()
+
+
+def end_of(member: tarfile.TarInfo) -> int:
+    """Return where the next header begins."""
+    return member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
+def place_of(shard: str, key: str, sample: dict[str, Any]) -> tuple[int, int]:
+    """Return where a sample's files begin, and their size; those of the image if others lie between them."""
+    places = sorted(place for kind, place in sample.items() if kind != "class")
+    if any(end != begin for (_, end), (begin, _) in itertools.pairwise(places)) and "image" in sample:
+        places = [sample["image"]]
+    size = places[-1][1] - places[0][0]
+    if size >= 1 << 32:
+        raise UsageError(f"{shard}: the files of {one_line(key)} have {size:,} bytes: no sample has 4 GB")
+    return places[0][0], size
+
+
+def label_of(shard: str, key: str, sample: dict[str, Any], samples: dict[str, dict[str, Any]]) -> int:
+    """Return the class of a sample, -1 if none in the shard has one."""
+    for kind in ("image", "cls"):
+        if kind not in sample and (found := sum(kind in one for one in samples.values())):
+            raise UsageError(f"{shard}: {one_line(key)} has no {kind} ({len(samples) - found} such samples)")
+    if "class" not in sample:
+        return -1
+    text = sample["class"]
+    if len(text) > 20 or not text.strip().isdigit():
+        raise UsageError(f"{shard}: the class of {one_line(key)} is no number from 0: {text!r}")
+    if int(text) >= MOST_CLASSES:
+        raise UsageError(f"{shard}: the class of {one_line(key)} is {int(text)}: at most {MOST_CLASSES - 1:,}")
+    return int(text)
 
 
 def check_end(file: BinaryIO, offset: int) -> None:
@@ -323,18 +350,20 @@ def check_end(file: BinaryIO, offset: int) -> None:
             raise tarfile.ReadError(f"it goes on after its end at byte {offset:,}: tar -A joins shards, cat does not")
 
 
-def member_name(header: bytes, offset: int, size: int, shard: str) -> str:
-    """Return the name in a header, and where its file begins: long and foreign names are not whole there.
+def read_files(data: bytes, shard: str) -> tuple[str, dict[str, bytes]]:
+    """Return the shard and the name of a sample, and its files by their endings, from the bytes at its place.
 
-    Raises UsageError if it is no header of a file of this size.
+    Raises UsageError if these are not whole files.
     """
-    try:
-        member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-    except tarfile.TarError:
-        member = None
-    if member is None or member.size != size:
+    key, found, end = "", {}, 0
+    with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+        for member in tar:
+            ending = member.name.rpartition("/")[2].partition(".")[2]
+            key, end = member.name.removesuffix(f".{ending}"), end_of(member)
+            found[ending] = data[member.offset_data : member.offset_data + member.size]
+    if end != len(data):
         raise UsageError(f"{shard}: changed since its index was written: start the run again")
-    return f"{member.name} at byte {offset}"
+    return one_line(f"{name_of(shard)}/{key}"), found
 
 
 def class_names(data: str, store: Any) -> list[str]:

@@ -82,7 +82,7 @@ def test_folder_reports_missing_empty_and_unknown_classes(tmp_path):
     refused("no image in .*cow")
     (tmp_path / "train" / "cow").rmdir()
     (tmp_path / "val" / "dog").mkdir()
-    refused("val/dog is not a class in train")
+    refused("val/dog' is not a class in train")
     (tmp_path / "val").rename(tmp_path / "elsewhere")
     refused("no class folders in .*val")
 

@@ -1,7 +1,6 @@
 """Images in class folders: DATA/train/CLASS/*.jpg, DATA/val/CLASS/*.jpg and, if there, DATA/test/CLASS/*.jpg."""
 
 import os
-import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -107,14 +106,10 @@ def random_box(width: int, height: int) -> photos.Box:
 
 def find_images(args, part: str, names: list[str], others: Counter) -> Images:
     """Return the images of a part; count other files in `others`. Raises UsageError for a class that is not right."""
-    folder, files, spelling = Path(args.data) / part, [], {_appearance(name): name for name in names}
+    folder, files = Path(args.data) / part, []
     for name in class_names(args.data, part):
-        twin = spelling.get(_appearance(name), name)
-        if twin != name:
-            differ = "differ only in spaces or in their Unicode form"
-            raise UsageError(f"-data {args.data}: the classes {twin!a} and {name!a} (in {part}) {differ}: rename one")
-        if name not in names:
-            raise UsageError(f"-data {args.data}: {folder / name} is not a class in train")
+        if name not in names:  # it may look like one: in other Unicode, or with a space at its end
+            raise UsageError(f"-data {args.data}: {str(folder / name)!a} is not a class in train")
         found, rest = photos.find(folder / name)
         if not found:
             hint = f"; {photos.describe(rest)}" if rest else ""
@@ -124,8 +119,3 @@ def find_images(args, part: str, names: list[str], others: Counter) -> Images:
     loose = (one for one in folder.iterdir() if not one.is_dir() and not is_debris(one.name))
     others.update("outside the class folders" for _ in loose)
     return Images(files, names, args, drawn=part == "train" and args.augment)
-
-
-def _appearance(name: str) -> str:
-    """Return a name without what few see: its Unicode form, characters of no width, and spaces around it."""
-    return "".join(one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf").strip()

@@ -1,6 +1,6 @@
 """Tokens of text: of token files, DATA/train.bin and val.bin, or of texts, whose bytes are the tokens.
 
-Token files are those of scripts/make_tokens.py, nanoGPT and others; a split may have several, as
+Token files are those of scripts/make_tokens.py, nanoGPT, llm.c and others; a split may have several, as
 DATA/fineweb_train_000001.bin or DATA/train/*.bin. They are mapped and may be larger than memory.
 """
 
@@ -22,8 +22,8 @@ from lib.utils.files import is_debris, read_bytes
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a split that are looked at before training; each batch is checked, too
-HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd")  # .npy, zip, gzip, zstd
-HEADERS += (b"\x80\x04\x95", b"\x88\xd8\x34\x01", b"\xa1\xd9\x34\x01")  # pickle, llm.c
+HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\x80\x04\x95")  # .npy, zip, pickle
+LLM_C, LLM_C_BYTES = {20240520: "uint16", 20240801: "uint32"}, 1024  # first numbers of llm.c's headers; their size
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
 
@@ -178,12 +178,17 @@ def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, check
     """
     if not file.is_file():
         raise UsageError(f"{file} is a link to nothing, or no regular file")
+    first, offset = np.fromfile(file, "<i4", 3).tolist(), 0
     kind = np.dtype(meta.get("type", "uint16" if vocabulary <= 1 << 16 else "uint32"))
+    if len(first) == 3 and first[0] in LLM_C:
+        kind, offset, is_certain = np.dtype(LLM_C[first[0]]), LLM_C_BYTES, True
     hint = f"write the tokens alone: numpy.asarray(tokens, '{kind}').tofile('{file.name}')"
     size = file.stat().st_size
-    if size % kind.itemsize or not size:
+    if offset and size != offset + first[2] * kind.itemsize:
+        raise UsageError(f"{file}: cut off: its header says {first[2]:,} tokens")
+    if size % kind.itemsize or size <= offset:
         raise UsageError(f"{file}: {size:,} bytes are no tokens of {kind}, {kind.itemsize} bytes each; {hint}")
-    tokens = np.memmap(file, kind, "r")
+    tokens = np.memmap(file, kind, "r", offset)
     begin = np.array(tokens[:checked])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lib.utils.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Pixels:
@@ -22,6 +24,10 @@ class Pixels:
     def __call__(self, batch: tuple, draws: Tensor) -> tuple:
         """Return the batch with its images (B, C, H, W) changed by draws in [0, 1), a row for each image."""
         images, *others = batch
+        if images.dtype != torch.uint8:
+            raise UsageError(
+                f"the dataset's on_device takes uint8 images, not {images.dtype}: set self.on_device = None"
+            )
         if self.mirror:
             images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images.flip(3), images)
         return self.normalize(images), *others

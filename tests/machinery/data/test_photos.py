@@ -2,7 +2,6 @@
 
 import errno
 import os
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -150,17 +149,12 @@ def test_a_single_class_is_refused(tmp_path, other):
     assert "cats is the only class folder in " in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(("one", "other"), [("caf\xe9", "cafe\u0301"), ("ant", "ant ")])
-def test_classes_that_look_the_same_are_called_by_what_differs(tmp_path, one, other):
-    for name, train, val in (("1", [one, "bee"], [other, "bee"]), ("2", [one, other], [one, other])):
-        root = tmp_path / name
-        for part, names in (("train", train), ("val", val)):
-            for name in names:
-                (root / part / name).mkdir(parents=True)
-                tiny_data.image(root / part / name / "1.png")
-        message = refusal(root)
-        assert ascii(one) in message and ascii(other) in message and "Unicode form" in message
-    assert unicodedata.normalize("NFC", "cafe\u0301") == "caf\xe9"
+@pytest.mark.parametrize("twin", ["cafe\u0301", "caf\xe9 "])
+def test_a_class_that_only_looks_like_one_of_train_is_shown_by_what_differs(tmp_path, twin):
+    for name in ("train/bee", "train/caf\xe9", "val/bee", f"val/{twin}"):
+        (tmp_path / name).mkdir(parents=True)
+        tiny_data.image(tmp_path / name / "1.png")
+    assert f"{str(tmp_path / 'val' / twin)!a} is not a class in train" in refusal(tmp_path)
 
 
 # Disks that fail, and damaged files

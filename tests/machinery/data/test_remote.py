@@ -129,7 +129,7 @@ def bucket(shards, monkeypatch):
 
 @pytest.mark.slow
 @needs.require_package("s3fs", "remote")
-@needs.require_package("moto", "remote")
+@needs.require_package("moto", "s3")
 def test_a_run_trains_the_same_bits_from_s3_from_a_bad_web_server_and_from_a_disk(shards, bucket, web, tmp_path):
     flags = f"{' '.join(FLAGS)} -cache_dir {tmp_path}"
     assert samples(bucket, "-cache_dir", tmp_path) == samples(shards)

@@ -1,6 +1,7 @@
 """-dataset tar and scripts/pack.py: shards of ours and as others make them, their index, damage, kills."""
 
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -11,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_data
+import torch
 from PIL import Image
-from runs import run, same_tensors, weights
+from runs import plugins, run, same_tensors, weights
 from tqdm import tqdm
 
 from lib import config
 from lib.dataset import folder, tar
-from lib.utils.data import fingerprint
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from scripts import pack, predict, tar_index
 
@@ -82,19 +82,49 @@ def test_each_sample_is_what_its_files_say(shards):
     assert {name: len(part) for name, part in parts.items()} == {"train": 12, "val": 6}
     assert [label for _, label in parts["train"]] == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0]
     assert [bool(image.float().mean() > 80) for image, _ in parts["val"]] == [False, True] * 3
-    assert parts["train"].sample_name(0) == "train-0.tar/./0000.jpg at byte 512"
+    assert parts["train"].sample_name(0) == "train-0.tar/./0000"
     assert parts["val"].classes == ["0", "1"]
 
 
-def test_images_of_a_subclass_that_differ_each_time_are_noticed(shards):
-    class Odd(tar.Shards):
-        def __getitem__(self, index):
-            return super().__getitem__(index), time.monotonic_ns()
+class Notes(tar.Shards):
+    """Samples without an image: a class in a .json, numbers in a .npy, and a text."""
 
-    args, part = config.parse_args([*FLAGS.split(), "-data", str(shards)]), dataset(shards)["train"]
-    splits = {"train": Odd(args, "train", part.classes, part.files, part.shards), "val": part}
-    facts = fingerprint.describe(splits, args, World())
-    assert facts["train digest"] == fingerprint.NEVER_THE_SAME and facts["val digest"] == part.fingerprint
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.on_device = None
+
+    def __getitem__(self, index):
+        _, files = self.read(index)
+        numbers = torch.from_numpy(np.load(io.BytesIO(files["npy"])))
+        return numbers + len(files["extra.txt"]), json.loads(files["json"])["class"]
+
+
+def test_a_dataset_of_ones_own_takes_other_files_of_a_sample(tmp_path):
+    members, numbers = {}, io.BytesIO()
+    for number in range(12):
+        np.save(numbers, np.full((1, 8, 8), number % 2, np.float32))
+        texts = {"extra.txt": b"x" * (number % 2), "npy": numbers.getvalue(), "json": b'{"class": %d}' % (number % 2)}
+        members |= {f"long{'er' * 60}/{number}.{ending}": data for ending, data in texts.items()}
+        numbers.truncate(0), numbers.seek(0)
+    write(tmp_path / "train-0.tar", members)
+    flags = f"-arch mlp -batch_size 4 -micro_batch 2 -threads 1 -epochs 2 -data {tmp_path}"
+    with plugins(dataset={"notes": lambda args: tar.get_dataset(args, Notes)}):
+        one, two = (run(tmp_path / "out", f"-dataset notes {flags} -cpu {cpu} -model m{cpu}") for cpu in (1, 2))
+    assert same_tensors(weights(one), weights(two))
+    found = tar.get_dataset(config.parse_args(["-data", str(tmp_path)]), Notes)
+    assert not hasattr(found["train"], "fingerprint"), "three samples are read, which shows whether they change"
+    with pytest.raises(UsageError, match=r"samples of train have no class, in NAME.cls; a dataset of your own"):
+        dataset(tmp_path)
+
+
+def test_files_of_a_sample_that_do_not_lie_together_are_left_out_but_for_the_image(tmp_path):
+    there = pairs(4)
+    endings = [name for end in (".jpg", ".cls") for name in there if name.endswith(end)]
+    write(tmp_path / "train-0.tar", {name: there[name] for name in endings})
+    write(tmp_path / "val-0.tar", there)
+    parts = dataset(tmp_path, "-augment", "no")
+    assert all(torch.equal(one[0], other[0]) and one[1] == other[1] for one, other in zip(*parts.values()))
+    assert [len(part.read(1)[1]) for part in parts.values()] == [1, 2]
 
 
 def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
@@ -137,7 +167,7 @@ def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, mon
 
 def test_several_processes_make_one_index_and_a_kill_leaves_none(shards):
     fork = multiprocessing.get_context("fork")
-    sleepy = "find_images", lambda shard: time.sleep(60)
+    sleepy = "find_samples", lambda shard: time.sleep(60)
     slow = fork.Process(target=lambda: (setattr(tar_index, *sleepy), dataset(shards)))
     slow.start()
     while not (shards / "index" / "train.lock").exists():
@@ -199,7 +229,10 @@ ODD = {  # a file in DATA: what makes it, and the message
     "train-4.tar": (Path.mkdir, "train-4.tar: cannot be read .not a regular file"),
     "train-5.tar": (lambda file: file.symlink_to("nowhere"), "train-5.tar: cannot be read .No such file"),
     "train-6.tar.GZ": (Path.touch, "train-6.tar.GZ: compressed .1 such"),
-    "val-0.tar": (lambda file: write(file, {"7.json": b"{}"}), "no image with a class in the shards of val"),
+    "val-0.tar": (
+        lambda file: write(file, {"7.json": b"{}"}),
+        "samples of val have no class, in NAME.cls; a dataset",
+    ),
     "classes.txt": (lambda file: file.write_bytes(b"b\xe4r\n"), "classes.txt: cannot be read"),
     "./classes.txt": (lambda file: file.write_bytes(b"ant\n\nbee\n"), "classes.txt: an empty line"),
 }
@@ -225,7 +258,7 @@ def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
     with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written"):
         part[11]
     write(shards / "train-2.tar", pairs(2) | {"7.jpg": jpeg()[:500], "7.cls": b"1"})
-    with pytest.raises(UsageError, match=r"train-2.tar/7.jpg at byte \d+: not a readable image .*-skip_bad_files"):
+    with pytest.raises(UsageError, match=r"train-2.tar/7.jpg: not a readable image .*-skip_bad_files"):
         dataset(shards)["train"][8]
     run(tmp_path / "out", f"{FLAGS} -data {shards} -skip_bad_files -cpu 2")
 

@@ -59,11 +59,19 @@ def test_files_with_a_header_are_refused(folder):
         with file.open("wb") as opened:
             np.save(opened, tokens_there.astype(kind))
         assert "train.bin begins with the header of another format" in refusal(folder)
-    for magic in (20240520, 20240801):  # llm.c
-        file.write_bytes(np.array([magic, 1, 1000], np.int32).tobytes() + tokens_there.tobytes())
-        assert "begins with the header of another format" in refusal(folder)
     file.write_bytes(b"PK\x03\x04" + tokens_there.tobytes())  # as torch.save begins
     assert "begins with the header" in refusal(folder)
+
+
+@pytest.mark.parametrize(("magic", "kind"), [(20240520, np.uint16), (20240801, np.uint32)])
+def test_files_of_llm_c_are_read_behind_their_header(folder, magic, kind):
+    tokens, header, file = np.arange(1000), np.zeros(256, np.int32), folder / "train.bin"
+    header[:3] = magic, 1, 1000
+    file.write_bytes(header.tobytes() + tokens.astype(kind).tobytes())
+    assert splits_of(folder, "-num_classes", "1000")["train"].tokens.tolist() == tokens.tolist()
+    for size in (1024, file.stat().st_size - 4):
+        os.truncate(file, size)
+        assert "train.bin: cut off: its header says 1,000 tokens" in refusal(folder)
 
 
 @pytest.mark.parametrize("place", [0, 500, 999])

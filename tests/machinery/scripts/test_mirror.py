@@ -176,7 +176,7 @@ def newest(place: mirror.Place) -> list[str]:
     return mirror.checkpoints(place.manifest(place.read("owner.json").get("run", "")).get("files", {}))[:1]
 
 
-@needs.require_package("moto", "remote")
+@needs.require_package("moto", "s3")
 def test_killed_runs_and_copies_end_with_the_same_weights_on_a_store_that_fails(start, s3, uninterrupted):
     flags = ("-mirror", "s3://runs/all", "-save_every", "7steps")
     place = mirror.Place("s3://runs/all", "run")

@@ -18,10 +18,8 @@ OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[
 NAME = "twenty-four-letter-names"
 NEW = ("arch", "dataset", "trainer")
 ME = {f"GIT_{who}_{what}": "me@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-LAYER = "    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # "
-LAYERS = "\n".join(f"{LAYER}{n}" for n in range(55))
 OWN = {  # plugins in another style: long functions, no docstrings, unsorted imports, prints, other names
-    "lib/arch/deep.py": f"""
+    "lib/arch/deep.py": """
 import os, sys
 from torch import nn
 import torch.nn.functional as F, json
@@ -30,7 +28,6 @@ def get_model(args):
     print( 'building' )
     width=args.width
     layers=[nn.Flatten(),nn.Linear(args.channels*args.image_size**2,width)]
-{LAYERS}
     layers.append(nn.Linear(width,args.num_classes))
     return nn.Sequential(*layers)
 """,
@@ -59,14 +56,7 @@ class Trainer(trainer.Trainer):
         if isinstance(batch,dict): batch=(batch['x'],batch['y'])
         return super().evaluation_step(model,batch,count)
 """,
-    "tests/test_mine.py": """
-import sys, os
-def test_it(): print(1); assert 1
-def testX():
-    x=[1,
-      2]
-    assert len(x)==2
-""",
+    "tests/test_mine.py": "import sys, os\ndef test_it(): print(1); assert 1",
 }
 
 
