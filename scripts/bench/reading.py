@@ -118,8 +118,7 @@ class Bytes(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if isinstance(self.data, tar.Shards):
-            offset, size, shard, label = self.data.files[index].tolist()
-            return len(self.data.read(shard, offset, size)), label
+            return len(self.data.read_bytes(index)), int(self.data.labels[index])
         file, label = self.data.files[index]
         return len(Path(file).read_bytes()), label
 

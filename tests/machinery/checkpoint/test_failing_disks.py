@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import threading
 import time
@@ -10,10 +9,9 @@ import time
 import pytest
 import saves
 from runs import distance, outcome, run
-from saves import SMALL, log_of, names
+from saves import SMALL, log_of
 
 from lib.utils import preemption
-from lib.utils.checkpoint import shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -95,24 +93,3 @@ def test_a_slow_disk_is_no_hang_of_the_ranks_that_wait_for_it(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.1")
     assert saves.steps(folder) == [12] and distance(folder, finished_run) == 0.0
-
-
-def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_complete(
-    tmp_path, monkeypatch, finished_run
-):
-    real = shards.write
-
-    def write(path, *blocks):
-        if "shard" in path.name and os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.05)
-        return real(path, *blocks)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "write", write)
-        saves.stop_at(patch, 99)  # so that the ranks vote at every step
-        folder = run(tmp_path, f"{SMALL} -cpu 2 -keep_last 9", wanted=75)
-    assert len(names(folder)) >= 2 and saves.steps(folder)[-1] == 4  # with a slow disk the next save was reached
-    for name in names(folder):
-        saves.tensors(folder / "checkpoints" / name)
-    assert distance(run(tmp_path, f"{SMALL} -cpu 2 -keep_last 9"), finished_run) == 0.0

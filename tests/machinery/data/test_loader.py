@@ -122,22 +122,6 @@ def test_an_epoch_resumes_at_any_step_on_any_number_of_ranks(plan, ranks, others
     assert both[0] == both[1], "the micro-batches are the same on any rank"
 
 
-@STEADY
-@given(n=st.integers(1, 90), batch=st.integers(1, 12), ranks=st.integers(1, 6))
-def test_evaluation_counts_each_sample_once_and_all_ranks_have_the_same_number_of_batches(n, batch, ranks):
-    args = flags(workers=0, shuffle=True)
-    plan, splits = Plan(n, ranks * batch, batch), {"train": range(n), "val": list(range(n))}
-    worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
-    shares = []
-    for world in worlds:
-        with loader.open_loaders(splits, plan, world, args) as loaders:
-            shares.append(list(loaders["val"].epoch(0)))
-    assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
-    sizes = [len(values) for share in shares for key, values in share if key.count]
-    assert len(sizes) == -(-n // batch) and max(sizes) - min(sizes) <= 1, "the batches depend on the number of ranks"
-    assert len({len(share) for share in shares}) == 1
-
-
 @pytest.mark.parametrize(
     ("nodes", "before", "micro"),
     [(None, None, 32), ("1:4", None, 8), ("4", None, 8), ("1:4", 16, 16), (None, 16, 16), ("1:4", 48, 48)],

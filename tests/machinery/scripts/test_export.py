@@ -1,5 +1,8 @@
 """scripts/export.py writes the run's model, from best, final or a checkpoint."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +11,10 @@ from runs import run, same_tensors
 from safetensors.torch import load_file
 
 from lib import config
-from lib.arch import convnet
+from lib.config import plugins
 from lib.utils.checkpoint import run_folder
+from lib.utils.data.transforms import Pixels
+from lib.utils.errors import UsageError
 from scripts import export
 
 
@@ -26,7 +31,8 @@ def run_export(*args):
 
 def model_of(trained_run) -> torch.nn.Module:
     """The run's model, built without export.py."""
-    model = convnet.get_model(parsed(["-cfg", str(trained_run / "config.yaml")])).eval()
+    args = parsed(["-cfg", str(trained_run / "config.yaml")])
+    model = plugins.load("arch", args.arch).get_model(args).eval()
     model.load_state_dict(load_file(trained_run / "final" / "weights.safetensors"))
     return model
 
@@ -48,19 +54,56 @@ def test_every_source_gives_its_weights(trained_run, tmp_path):
 
 def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run):
     run_export(trained_run, "-format", "torchexport", "-from", "final")
-    program, model = torch.export.load(trained_run / "small.pt2").module(), model_of(trained_run)
-    for count in (2, 7):
-        images = torch.rand(count, 1, 8, 8)
-        torch.testing.assert_close(program(images), model(images))
+    facts = {"metadata.json": ""}
+    program = torch.export.load(trained_run / "small.pt2", extra_files=facts).module()
+    images, model = torch.rand(7, 1, 8, 8), model_of(trained_run)
+    torch.testing.assert_close(program(images), model(images))
+    assert json.loads(facts["metadata.json"])["image_size"] == 8
 
 
-def test_onnx_gives_the_same_outputs_for_any_batch_size(trained_run):
-    reason = "needs uv pip install -r pyproject.toml --group export"
-    pytest.importorskip("onnxscript", reason=reason)
-    reference = pytest.importorskip("onnx.reference", reason=reason)
+@pytest.mark.slow
+def test_onnx_runs_as_the_page_says(trained_run):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs uv pip install --group export")
     run_export(trained_run, "-format", "onnx", "-from", "final")
-    session, model = reference.ReferenceEvaluator(str(trained_run / "small.onnx")), model_of(trained_run)
-    for count in (2, 5):
-        images = torch.rand(count, 1, 8, 8)
-        [outputs] = session.run(None, {"input": images.numpy()})
-        np.testing.assert_allclose(outputs, model(images).detach().numpy(), rtol=1e-3, atol=1e-4)
+    page = (config.ROOT / "docs" / "resume.md").read_text()
+    [snippet] = re.findall(r"```python\n(session = .*?)```", page, re.S)
+    names = {"onnxruntime": onnxruntime, "images": np.random.rand(5, 1, 8, 8).astype(np.float32)}
+    exec(snippet.replace("out/first/first.onnx", str(trained_run / "small.onnx")), names)
+    wanted = model_of(trained_run)(torch.from_numpy(names["images"])).detach()
+    np.testing.assert_allclose(names["outputs"], wanted, rtol=1e-3, atol=1e-4)
+
+
+TOKENS = "-dataset tokens -tokens_length 16 -tokens_samples 64 -arch gpt -gpt_depth 1 -gpt_width 16"
+CASES = {  # flags of the run, and of the export; inputs, and what the run's model gets of them
+    "rows of any length": (TOKENS, "", torch.randint(256, (5, 9)), lambda rows: rows),
+    "without the data": (f"{TOKENS} -data tests", "-shape 16", torch.randint(256, (5, 9)), lambda rows: rows),
+    "images of bytes": (
+        "-dataset fake -arch convnet -image_size 8",
+        "-pixels",
+        torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8),
+        Pixels((0.5,), (0.29,)).normalize,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_onnx_takes_tokens_and_images_of_bytes(case, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs uv pip install --group export")
+    flags, more, inputs, prepare = CASES[case]
+    folder = run(tmp_path, f"{flags} -cpu 1 -model small -epochs 1")
+    run_export(folder, "-format", "onnx", "-from", "final", *more.split())
+    session = onnxruntime.InferenceSession(folder / "small.onnx")
+    [outputs] = session.run(None, {"input": inputs.numpy()})
+    np.testing.assert_allclose(outputs, model_of(folder)(prepare(inputs)).detach(), rtol=1e-3, atol=1e-3)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["run"]) == "small"
+
+
+def test_an_export_that_differs_from_the_model_is_refused():
+    model, inputs = torch.nn.Linear(4, 2), torch.zeros(2, 4)
+    export.check(model, inputs, model)
+    for wrong in (lambda x: model(x) + 0.1, lambda x: model(x)[:1], lambda x: model(x[:2].view(2, 4))):
+        with pytest.raises(UsageError, match="what was exported"):
+            export.check(model, inputs, wrong)
+    with pytest.raises(UsageError, match="cannot be exported"):
+        export.exported(lambda shapes: exec("raise ValueError('no\\nmore')"), inputs)
