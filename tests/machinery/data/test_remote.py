@@ -9,10 +9,8 @@ from pathlib import Path
 
 import needs
 import numpy as np
-import ports
 import pytest
 from PIL import Image
-from processes import until
 from runs import run, same_tensors, weights
 
 from lib import config
@@ -110,21 +108,13 @@ def test_what_cannot_be_read_is_one_line(web, tmp_path, monkeypatch, data):
 
 
 @pytest.fixture
-def bucket(shards, monkeypatch):
+def bucket(shards, s3_server, monkeypatch):
     """A bucket of a real S3 server, with the shards in it; the environment says where it is and who asks."""
-    port = ports.free()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+    for name, value in s3_server.items():
         monkeypatch.setenv(name, value)
-    fill = "import s3fs, sys; fs = s3fs.S3FileSystem(); fs.mkdir('bucket'); fs.put(*sys.argv[1:], recursive=True)"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            until(lambda: not ports.is_free(port))
-            subprocess.run([sys.executable, "-c", fill, f"{shards}/", "bucket/data"], check=True, timeout=60)
-            yield "s3://bucket/data"
-        finally:
-            server.kill()
+    fill = "import s3fs, sys; s3fs.S3FileSystem().put(*sys.argv[1:], recursive=True)"
+    subprocess.run([sys.executable, "-c", fill, f"{shards}/", "bucket/data"], check=True, timeout=60)
+    return "s3://bucket/data"
 
 
 @pytest.mark.slow
