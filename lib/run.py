@@ -41,19 +41,19 @@ class Run:
         4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
         5. Set the number of threads, and compare flags and data with those before.
         """
-        self.args, self.stack = args, stack
+        self.args, self.stack, self.mirror = args, stack, None
         self.splits, self.skipped = loader.splits(dataset, args.dataset, args.overfit), {}
         watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, bool(args.deterministic))
+        if args.mirror and not (args.eval or args.debug):
+            self.mirror = load_optional("scripts.mirror", "-mirror").Mirror(args, world, stack)
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         lock = run_folder.acquire(args, world, distributed.job_id())
         self.folder = None if args.eval or args.debug else stack.enter_context(lock)
         self.world = self.folder.world if self.folder else world
-        self.mirror = None
-        if args.mirror and self.folder:  # the newest checkpoint may be there alone
-            self.mirror = load_optional("scripts.mirror", "-mirror").Mirror(args, self.world)
-            watchdog.begin(f"opening the run's checkpoints in {args.out}")
+        if self.mirror:  # the newest checkpoint may be there alone
+            self.mirror.fetch(self.world)
         start = resume.read_start(args, self.world)
         self.past = resume.find(args, self.world, start)
         if args.skip_bad_files:
@@ -89,7 +89,7 @@ class Run:
         console.setup_logging(folder and folder.path, world.rank)
         log.info("threads:     %d", torch.get_num_threads())
         if self.mirror:
-            self.stack.push(self.mirror.start().close)
+            self.mirror.start()
         if self.loaded:
             log.info("-weights:    %s", self.loaded)
         for name in [name for name, value in self.plan.data.items() if value == fingerprint.NEVER_THE_SAME]:

@@ -11,11 +11,8 @@ start of it writes there.
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import fcntl
-import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -28,18 +25,17 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import fsspec
 import yaml
-from fsspec.registry import known_implementations
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.utils import files
 from lib.utils.checkpoint import atomic, run_folder
-from lib.utils.errors import ABORTED, STOP_SIGNALS, UsageError, printable
+from lib.utils.errors import ABORTED, STOP_SIGNALS, STOPPED, UsageError, printable
 from lib.utils.monitoring import console
 from scripts import reading
 
@@ -53,15 +49,15 @@ PAUSES_S = (0.2, 1, 2, 4, 8)  # between attempts to reach the place
 RETRY_S = 60.0  # most seconds until a copy that failed is begun again
 LAST = 4  # copies that may fail in a row once the run has ended
 FAILED_S = 5.0  # that a run which failed waits for its copy
-BLOCK = 50 << 20  # bytes of a part of an upload
 CHUNK = 1 << 20  # bytes
 NO_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf"}  # stores that need none to be made
-MANIFEST = re.compile(r"manifest\.(\d+)\.\w+\.json")
+MANIFEST = re.compile(r"manifest\.(\d{9})\.[0-9a-f]{16}\.json")
+OURS = re.compile(rf"{MANIFEST.pattern}|.+\.[0-9a-f]{{12}}")  # names of what a mirror writes
+INSIDE = re.compile(r"(\w[\w.-]*/){0,2}\w[\w.-]*")  # paths that stay in a run's folder
 SIDE_FILES = (  # copied with each checkpoint, and at the run's end
     *("config.yaml", "start.json", "outcome.json", "eval.json", "metrics.jsonl", "wandb.json", "mlflow.json"),
     *("best/weights.safetensors", "final/weights.safetensors", "logs/*.log", "events.out.tfevents.*"),
 )
-OURS = re.compile(r"\.[0-9a-f]{12}$|^manifest\.[0-9]{9}\.[0-9a-f]{16}\.json$")  # names of what a mirror writes
 OF_A_START = ("logs/", "events.out.tfevents.")  # each start writes its own: those on disk stay
 
 
@@ -70,7 +66,7 @@ class Damaged(Exception):
 
 
 class TakenOver(Exception):
-    """Another start writes to the place now."""
+    """Another run or start copies to the place now."""
 
 
 def check(url: str, out: str | None = None) -> str:
@@ -86,16 +82,9 @@ def check(url: str, out: str | None = None) -> str:
     return protocol
 
 
-def check_package(protocol: str, url: str) -> None:
-    """Raise UsageError if there is no package for a protocol."""
-    about = known_implementations.get(protocol, {})
-    package = about.get("class", "").partition(".")[0]
-    if package and importlib.util.find_spec(package) is None:
-        raise UsageError(f"-mirror {url}: {protocol}:// needs a package: uv pip install {package}")
-    try:
-        _ = package or fsspec.get_filesystem_class(protocol)  # of another package, which says so itself
-    except (ImportError, ValueError):
-        raise UsageError(f"-mirror {url}: fsspec knows no {protocol}://") from None
+def is_lasting(error: Exception) -> bool:
+    """Return whether it is of no use to try again."""
+    return isinstance(error, FileNotFoundError | PermissionError) or "Credentials" in type(error).__name__
 
 
 def clean(error: object) -> str:
@@ -104,63 +93,52 @@ def clean(error: object) -> str:
     return printable(re.sub(r"//[^/\s]*@|\?\S+", "//", text))[:300]
 
 
-def copy(source: IO[bytes], target: IO[bytes] | None, moved: Callable[[], None]) -> tuple[dict, set[str]]:
-    """Copy a file, or only read it. Return its size and CRC-32, and its MD5 in the forms in which stores give it."""
+def copy(source: IO[bytes], target: IO[bytes] | None, moved: Callable[[], None]) -> dict[str, int]:
+    """Copy a file, or only read it. Return its size and CRC-32."""
     size = crc = 0
-    whole, parts = hashlib.md5(usedforsecurity=False), []
     while data := source.read(CHUNK):
         if target:
             target.write(data)
-        if size % BLOCK == 0:
-            parts.append(hashlib.md5(usedforsecurity=False))
         size, crc = size + len(data), zlib.crc32(data, crc)
-        whole.update(data)
-        parts[-1].update(data)
         moved()
-    joined = hashlib.md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
-    forms = {whole.hexdigest(), base64.b64encode(whole.digest()).decode(), f"{joined}-{len(parts)}"}
-    return {"bytes": size, "crc32": crc}, forms
+    return {"bytes": size, "crc32": crc}
 
 
 class Place:
-    """URL/NAME: the objects of one run."""
+    """URL/NAME: the objects of one run. It calls `moved` while bytes move."""
 
     def __init__(self, url: str, name: str, moved: Callable[[], None] = lambda: None):
         protocol, self.url, self.moved = check(url), f"{url.rstrip('/')}/{name}", moved
-        check_package(protocol, url)
-        of_s3 = {"fixed_upload_size": True, "default_block_size": BLOCK} if protocol in ("s3", "s3a") else {}
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True, **of_s3}
-        self.fs, root = fsspec.url_to_fs(url, **options)
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            self.fs, root = fsspec.url_to_fs(url, **options)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"-mirror {url}: {error}") from None
         self.root = f"{str(root).rstrip('/')}/{name}"
         self.has_folders = protocol not in NO_FOLDERS
+        self.removable: set[str] = set()  # what this process wrote, or what is older than its claim
+        self.damaged: set[str] = set()  # objects that could not be fetched
 
     def retry(self, action: Callable[[], Any]) -> Any:
-        """Return what `action()` returns. Try again, with a limit, unless the error is one that stays."""
-        damaged = False
-        for pause in (*PAUSES_S, None):
+        """Return what `action()` returns. After an error that may pass try again, with a limit; once if Damaged."""
+        pauses, damaged = [*PAUSES_S], 0
+        while True:
+            self.moved()
             try:
-                self.moved()
                 return action()
-            except (FileNotFoundError, PermissionError):
-                raise
             except Exception as error:
-                again = damaged and isinstance(error, Damaged)
-                if pause is None or again or "Credentials" in type(error).__name__:
+                damaged += isinstance(error, Damaged)
+                if is_lasting(error) or damaged > 1 or not pauses:
                     raise
-                damaged |= isinstance(error, Damaged)  # on the way, perhaps: once more
-                time.sleep(pause)
-        return None
+            time.sleep(pauses.pop(0))
 
     def sizes(self) -> dict[str, int]:
         """Return the names of all objects, and their bytes."""
-
-        def look() -> dict[str, int]:
-            try:
-                return {one["name"].rpartition("/")[2]: one["size"] for one in self.fs.ls(self.root, detail=True)}
-            except FileNotFoundError:
-                return {}
-
-        return self.retry(look)
+        try:
+            found = self.retry(lambda: self.fs.ls(self.root, detail=True))
+        except FileNotFoundError:
+            return {}
+        return {one["name"].rpartition("/")[2]: one["size"] for one in found}
 
     def read(self, name: str) -> dict:
         """Return what a JSON object holds, {} if it is missing or holds no dict."""
@@ -172,36 +150,48 @@ class Place:
 
     def write(self, name: str, value: dict) -> None:
         """Write a JSON object."""
-        if self.has_folders:
-            self.retry(lambda: self.fs.makedirs(self.root, exist_ok=True))
         self.retry(lambda: self.fs.pipe_file(f"{self.root}/{name}", json.dumps(value).encode()))
 
     def claim(self, run: str, **facts: str | None) -> None:
         """Write whose place this is."""
         who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        if self.has_folders:
+            self.retry(lambda: self.fs.makedirs(self.root, exist_ok=True))
         self.write("owner.json", {"run": run, **facts, **who})
 
-    def manifest(self, run: str) -> dict:
-        """Return the newest manifest of a run, {} if there is none."""
-        names = sorted((name for name in self.sizes() if MANIFEST.fullmatch(name)), reverse=True)
-        good = (found for found in map(self.read, names) if found.get("run") == run and is_manifest(found))
-        return next(good, {})
+    def entries(self, run: str) -> dict[str, dict]:
+        """Return what the newest manifest of a run names, {} if there is none: objects, sizes, checksums, by path."""
+        for name in sorted(filter(MANIFEST.fullmatch, self.sizes()), reverse=True):
+            found = self.read(name)
+            entries = found.get("files", {}) if found.get("run") == run else {}
+            if entries and all(INSIDE.fullmatch(one) for path in entries for one in (path, entries[path]["object"])):
+                return entries
+        return {}
+
+    def without_lost(self, entries: dict[str, dict], sizes: dict[str, int]) -> dict[str, dict]:
+        """Return the entries whose objects are there, and of checkpoints only whole ones."""
+        good = {one["object"] for one in entries.values() if sizes.get(one["object"]) == one["bytes"]} - self.damaged
+        lost = {path for path, entry in entries.items() if entry["object"] not in good}
+        folders = {path.rpartition("/")[0] for path in lost if path.startswith("checkpoints/")}
+        return {path: entries[path] for path in entries if not {path, path.rpartition("/")[0]} & (lost | folders)}
 
     def upload(self, path: str, source: IO[bytes]) -> dict:
-        """Copy an open file to a new object, and verify it. Return its entry of the manifest."""
+        """Copy an open file to a new object, and read it back. Return its entry of the manifest."""
 
         def attempt() -> dict:
             source.seek(0)
             name = f"{path.replace('/', '.')}.{secrets.token_hex(6)}"
-            with self.fs.open(f"{self.root}/{name}", "wb", block_size=BLOCK) as target:
-                entry, forms = copy(source, target, self.moved)
-            about = self.fs.info(f"{self.root}/{name}")
-            if about["size"] != entry["bytes"]:
-                raise Damaged(f"{path}: {about['size']} of {entry['bytes']} bytes arrived")
-            if not forms & {str(about.get(key, "")).strip('"') for key in ("ETag", "etag", "md5Hash", "content_md5")}:
-                with self.fs.open(f"{self.root}/{name}", "rb") as back:  # the store has no checksum that we know
-                    if copy(back, None, self.moved)[0] != entry:
-                        raise Damaged(f"{path}: its checksum is wrong after the copy")
+            self.removable.add(name)
+            try:
+                with self.fs.open(f"{self.root}/{name}", "wb") as target:
+                    entry = copy(source, target, self.moved)
+                with self.fs.open(f"{self.root}/{name}", "rb") as target:
+                    if copy(target, None, self.moved) != entry:
+                        raise Damaged(f"{path}: its size or checksum is wrong after the copy")
+            except Exception:
+                with contextlib.suppress(Exception):
+                    self.fs.rm_file(f"{self.root}/{name}")  # it may fill a disk
+                raise
             return {"object": name, **entry}
 
         return self.retry(attempt)
@@ -212,34 +202,24 @@ class Place:
         def attempt() -> None:
             path.unlink(missing_ok=True)
             with self.fs.open(f"{self.root}/{entry['object']}", "rb") as source, path.open("xb") as target:
-                found = copy(source, target, self.moved)[0]
-            if found != {key: entry[key] for key in ("bytes", "crc32")}:
-                raise Damaged(f"{self.url}/{entry['object']}: its size or checksum is wrong")
+                found = copy(source, target, self.moved)
+            if {**entry, **found} != entry:
+                raise Damaged
             atomic.fsync(path)
 
         try:
             self.retry(attempt)
-        except FileNotFoundError as error:
-            raise Damaged(f"{self.url}/{entry['object']} is missing") from error
+        except (Damaged, FileNotFoundError) as error:
+            self.damaged.add(entry["object"])
+            what = "is missing" if isinstance(error, FileNotFoundError) else "has another size or checksum"
+            raise Damaged(f"{self.url}/{entry['object']} {what}") from error
 
     def remove(self, names: set[str]) -> None:
-        """Remove objects that no manifest names."""
+        """Remove objects, manifests first."""
         for name in sorted(names, key=lambda name: not MANIFEST.fullmatch(name)):
             with contextlib.suppress(FileNotFoundError):
                 self.retry(lambda: self.fs.rm_file(f"{self.root}/{name}"))  # noqa: B023
-
-
-def is_manifest(found: dict) -> bool:
-    """Return whether a manifest names files inside a run's folder, their objects, sizes and checksums."""
-    entries = found.get("files")
-    return isinstance(entries, dict) and all(
-        isinstance(entry, dict)
-        and (path.startswith("checkpoints/") or any(Path(path).match(pattern) for pattern in SIDE_FILES))
-        and re.fullmatch(r"(checkpoints/\w+/)?(\w+/)?[\w.-]*\w", path)
-        and re.fullmatch(r"[\w.-]*\w", str(entry.get("object")))
-        and type(entry.get("bytes")) is type(entry.get("crc32")) is int
-        for path, entry in entries.items()
-    )
+            self.removable.discard(name)
 
 
 def checkpoints(entries: dict[str, dict]) -> list[str]:
@@ -258,231 +238,200 @@ class Follower:
         self.folder, self.place, self.run = folder, place, run
         self.start = secrets.token_hex(8)
         self.launch = run_folder.read_json(folder / "outcome.json").get("launch")
-        self.entries: dict[str, dict] | None = None  # of the newest manifest there; None: not yet known
-        self.generation = 0
-        self.stats: dict[str, tuple] = {}  # of each side file when it was copied
-        self.sums: dict[tuple, int] = {}  # of each checkpoint's manifest on disk
-        self.damaged: set[str] = set()  # checkpoints on disk
+        self.entries: dict[str, dict] = {}  # of the newest manifest there
+        self.generation: int | None = None  # of that manifest; None before the first claim
+        self.is_current = False  # whether these are what is there
+        self.done: set[tuple] = set()  # checkpoints on disk that are there, or cannot be copied
         self.keep_last = yaml.safe_load(files.read_bytes(folder / "config.yaml")).get("keep_last") or 2
-        self.is_behind = False  # and has said so
 
     def claim(self) -> None:
         """Say at the place that this start writes there from now on, and read what is there."""
+        if self.generation is not None:  # after a failure
+            self.check_owner()
         self.place.claim(self.run, start=self.start, launch=self.launch)
-        sizes, facts = self.place.sizes(), run_folder.read_json(self.folder / "mirror.json")
-        numbers = [int(match[1]) for name in sizes if (match := MANIFEST.fullmatch(name))]
-        self.generation = max(numbers, default=0)
-        entries = self.place.manifest(self.run).get("files", {})
-        damaged = facts.get("damaged") or ()
-        lost = [
-            path
-            for path, one in entries.items()
-            if one["object"] in damaged or sizes.get(one["object"]) != one["bytes"]
-        ]
-        folders = tuple(f"{path.rpartition('/')[0]}/" for path in lost if path.startswith("checkpoints/"))
-        self.entries = {
-            path: entry for path, entry in entries.items() if path not in lost and not path.startswith(folders or " ")
-        }
+        sizes = self.place.sizes()
+        self.place.removable |= set(filter(OURS.fullmatch, sizes))  # others may keep files of theirs there
+        self.generation = max((int(match[1]) for match in map(MANIFEST.fullmatch, sizes) if match), default=0)
+        self.entries = self.place.without_lost(self.place.entries(self.run), sizes)
+        self.done.clear()
+        if self.entries:  # an older start may take back what it has just published
+            self.publish(self.entries)
+        self.is_current = True
+
+    def check_owner(self) -> None:
+        """Raise TakenOver if another start has claimed the place."""
+        owner = self.place.read("owner.json")
+        if owner and owner.get("start") != self.start:
+            raise TakenOver(f"host {owner.get('host')}, since {owner.get('since')}")
 
     def sync(self, last: bool = False) -> bool:
         """Copy the newest checkpoint that is not there, if there is one. Return whether there was something to do.
 
         Files next to the checkpoints are copied with it, and at the `last`.
         """
-        if self.entries is None:
+        if run_folder.read_json(self.folder / "mirror.json").get("run", self.run) != self.run:
+            raise TakenOver("-reset")
+        if not self.is_current:
             self.claim()
         name, began = self.next_checkpoint(), time.monotonic()
         if not name and not last:
             self.report()
             return False
         with contextlib.ExitStack() as stack:
-            # All files of a checkpoint are open at once: it may be removed meanwhile, and is copied all the same.
             try:
-                opened = self.open_files(name, stack) if name else {}
-            except FileNotFoundError:
-                return True
-            sums = self.checksums(opened, name)
-            entries = self.entries or {}
-            lacking = [path for path in opened if path not in entries or entries[path]["crc32"] != sums[path]]
+                opened, sums = self.open_checkpoint(name, stack) if name else ({}, {})
+            except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
+                return self.pass_over(name, error)
+            lacking = [path for path in opened if self.entries.get(path, {}).get("crc32") != sums[path]]
             new = {path: self.place.upload(path, opened[path]) for path in lacking}
             if bad := [path for path in new if new[path]["crc32"] != sums[path]]:
-                self.damaged.add(name)
-                log.warning("-mirror: %s is damaged on disk, and is not copied", self.folder / bad[0])
-                return True
+                return self.pass_over(name, f"{bad[0]} has another checksum")
             # These after the checkpoint's: what a resume from it needs of them was written before it.
-            stats, changed = self.open_changed(stack)
+            changed = self.open_changed(stack) if new or not name else {}
             new |= {path: self.place.upload(path, file) for path, file in changed.items()}
-        if not new and not name:
-            return False
-        self.publish({**entries, **new})
-        self.stats = stats
-        if name:
-            seconds, size = max(time.monotonic() - began, 1e-3), sum(entry["bytes"] for entry in new.values()) / 1e6
-            figures = f"{size:.1f} MB in {seconds:.1f} s, {size / seconds:.1f} MB/s"
-            log.info("-mirror:     %s is at %s (%s)", name, self.place.url, figures)
+        if new:
+            self.publish({**self.entries, **new})
         self.report()
-        return True
+        if name:
+            self.done.add(self.key(name))
+        if name and new:
+            figures = sum(entry["bytes"] for entry in new.values()) / 1e6, time.monotonic() - began
+            log.info("-mirror:     %s is at %s (%.1f MB in %.1f s)", name, self.place.url, *figures)
+        return bool(new or name)
+
+    def sync_all(self) -> None:
+        """Copy all that is not there."""
+        while self.sync(last=True):
+            pass
+
+    def key(self, name: str) -> tuple[str, bool]:
+        """Return by what a checkpoint on disk is known to be there: its name, and whether it is to be kept."""
+        return name, (self.folder / "checkpoints" / name / "keep").exists()
 
     def next_checkpoint(self) -> str:
         """Return the newest checkpoint that is not there as it is on disk, and is to be kept there; "" for none."""
         local = [one.name for one in run_folder.list_checkpoints(self.folder / "checkpoints")]
-        kept = self.kept({*local, *checkpoints(self.entries or {})})
-        lacking = (name for name in local if name in kept - self.damaged and not self.is_there(name))
-        return next(lacking, "")
-
-    def is_there(self, name: str) -> bool:
-        """Return whether a checkpoint of the disk is there, with the same content."""
-        path, entries = f"checkpoints/{name}", self.entries or {}
-        file = self.folder / path / "manifest.json"
-        try:
-            about = file.stat()
-            key = name, about.st_ino, about.st_size, about.st_mtime_ns
-            if key not in self.sums:
-                self.sums[key] = zlib.crc32(files.read_bytes(file))
-        except OSError:
-            return True  # it was just removed
-        lacks_keep = (self.folder / path / "keep").exists() and f"{path}/keep" not in entries
-        return entries.get(f"{path}/manifest.json", {}).get("crc32") == self.sums[key] and not lacks_keep
+        kept = self.kept({*local, *checkpoints(self.entries)})
+        return next((name for name in local if name in kept and self.key(name) not in self.done), "")
 
     def kept(self, names: set[str]) -> set[str]:
         """Return the checkpoints that stay there: -keep_last of them, and those with a file `keep`, here or there."""
-        spared = {name for name in names if f"checkpoints/{name}/keep" in (self.entries or {})}
-        spared |= {name for name in names if (self.folder / "checkpoints" / name / "keep").exists()}
+        spared = {name for name in names if f"checkpoints/{name}/keep" in self.entries or self.key(name)[1]}
         others = sorted(names - spared, key=run_folder.checkpoint_number, reverse=True)
         return spared | {*others[: self.keep_last]}
 
-    def open_files(self, name: str, stack: contextlib.ExitStack) -> dict[str, IO[bytes]]:
-        """Open all files of a checkpoint, by their path in the run's folder."""
-        paths = [f"checkpoints/{name}/{one.name}" for one in sorted((self.folder / "checkpoints" / name).iterdir())]
-        return {path: stack.enter_context(files.open_regular(self.folder / path, "rb")) for path in paths}
+    def open_checkpoint(self, name: str, stack: contextlib.ExitStack) -> tuple[dict[str, IO[bytes]], dict[str, int]]:
+        """Open all files of a checkpoint at once, as it may be removed. Return them and their CRC-32, by path."""
+        path = f"checkpoints/{name}"
+        data = files.read_bytes(self.folder / path / "manifest.json")
+        sums = {file: about["crc32"] for file, about in json.loads(data)["shards"].items()}
+        sums |= {"manifest.json": zlib.crc32(data), **({"keep": 0} if self.key(name)[1] else {})}
+        opened = {file: stack.enter_context(files.open_regular(self.folder / path / file, "rb")) for file in sums}
+        return {f"{path}/{file}": opened[file] for file in sums}, {f"{path}/{file}": sums[file] for file in sums}
 
-    def checksums(self, opened: dict[str, IO[bytes]], name: str) -> dict[str, int]:
-        """Return the checksums of a checkpoint's files, as its own manifest has them."""
-        if not name:
-            return {}
-        path = f"checkpoints/{name}/"
-        data = opened[f"{path}manifest.json"].read()
-        sums = {f"{path}{file}": about["crc32"] for file, about in json.loads(data)["shards"].items()}
-        return {**sums, f"{path}manifest.json": zlib.crc32(data), f"{path}keep": 0}
+    def pass_over(self, name: str, fault: object) -> bool:
+        """Copy no checkpoint that is damaged on disk, or was just removed; there may be others."""
+        self.done.add(self.key(name))
+        if (self.folder / "checkpoints" / name).exists():
+            log.warning("-mirror: %s/%s is damaged on disk, and is not copied (%s)", self.folder, name, fault)
+        return True
 
-    def open_changed(self, stack: contextlib.ExitStack) -> tuple[dict[str, tuple], dict[str, IO[bytes]]]:
-        """Open the files next to the checkpoints that are not there as they are here.
-
-        Also returns, for all of them, by what a change is noticed.
-        """
-        stats, changed = {}, {}
+    def open_changed(self, stack: contextlib.ExitStack) -> dict[str, IO[bytes]]:
+        """Open the files next to the checkpoints that are not there as they are here."""
+        changed = {}
         for found in sorted(one for pattern in SIDE_FILES for one in self.folder.glob(pattern)):
             path = str(found.relative_to(self.folder))
             try:
                 file = stack.enter_context(files.open_regular(found, "rb"))
             except OSError:  # replaced at this moment, or a link
                 continue
-            about, entry = os.fstat(file.fileno()), (self.entries or {}).get(path)
-            stats[path] = about.st_ino, about.st_size, about.st_mtime_ns
-            same = stats[path] == self.stats.get(path)
-            if entry and not same and entry["bytes"] == about.st_size:  # of an earlier start
-                same = copy(file, None, lambda: None)[0]["crc32"] == entry["crc32"]
-            if not (entry and same):
+            entry = self.entries.get(path, {})
+            same_size = entry.get("bytes") == os.fstat(file.fileno()).st_size
+            if not same_size or copy(file, None, self.place.moved)["crc32"] != entry["crc32"]:
                 changed[path] = file
-        return stats, changed
+        return changed
 
     def publish(self, entries: dict[str, dict]) -> None:
-        """Write the manifest, and remove what it no longer names. Raises TakenOver if another start writes there."""
+        """Write the manifest, and remove what it no longer names. Raises TakenOver if another start writes there.
+
+        A newer start claims the place, and then looks what is there. Either it finds this manifest, or this start
+        finds its claim and removes nothing. What came after this start's claim, it never removes.
+        """
+        sizes = self.place.sizes()
+        if "owner.json" not in sizes or len(self.place.without_lost(entries, sizes)) < len(entries):
+            raise Damaged(f"somebody removed objects from {self.place.url}")  # the next attempt copies them again
         kept = self.kept({*checkpoints(entries)})
         entries = {
             path: entry
             for path, entry in entries.items()
             if not path.startswith("checkpoints/") or path.split("/")[1] in kept
         }
-        if (owner := self.place.read("owner.json")).get("start") != self.start:
-            raise TakenOver(
-                f"host {owner.get('host')}, since {owner.get('since')}" if owner else "owner.json is gone"
-            )
-        name = f"manifest.{self.generation + 1:09d}.{self.start}.json"
+        generation = (self.generation or 0) + 1
+        name = f"manifest.{generation:09d}.{self.start}.json"
         manifest = {"run": self.run, "launch": self.launch, "files": entries}
+        self.place.removable.add(name)
         self.place.write(name, manifest)
         if self.place.read(name) != manifest:
             raise Damaged(f"{self.place.url}/{name} is not what was written")
-        self.generation, self.entries = self.generation + 1, entries
-        ours = {one for one in self.place.sizes() if OURS.search(one)}  # others may keep files of theirs there
-        self.place.remove(ours - {name} - {one["object"] for one in entries.values()})
+        try:
+            self.check_owner()
+        except TakenOver:
+            self.place.remove({name})
+            raise
+        self.generation, self.entries = generation, entries
+        self.place.remove(self.place.removable - {name} - {one["object"] for one in entries.values()})
 
-    def report(self) -> None:
-        """Write mirror.json, from which scripts/status.py knows how far the copy is; say if it falls behind."""
-        there = checkpoints(self.entries or {})[:1]
-        local = [one.name for one in run_folder.list_checkpoints(self.folder / "checkpoints")]
-        newer = [
-            one for one in local if run_folder.checkpoint_number(one) > run_folder.checkpoint_number("".join(there))
-        ]
-        here, copied = (int("".join(one[:1]).rpartition("_")[2] or 0) for one in (local, there))
-        facts = {"run": self.run, "url": self.place.url, "step": copied, "behind": max(0, here - copied)}
-        write_facts(self.folder, facts)
-        if len(newer) > 1 and not self.is_behind:
-            log.warning("-mirror: %d checkpoints behind: saves come faster than they can be copied", len(newer))
-        self.is_behind = len(newer) > 1
+    def report(self, error: str | None = None) -> None:
+        """Write mirror.json, from which scripts/status.py knows what is there."""
+        newest, outcome = "".join(checkpoints(self.entries)[:1]), self.entries.get("outcome.json", {})
+        facts = {"step": int(newest.rpartition("_")[2] or 0), "outcome": outcome.get("crc32"), "error": error}
+        with contextlib.suppress(OSError):  # the folder is gone, or its disk is full
+            write_facts(self.folder, {"run": self.run, "url": self.place.url, **facts})
 
-    def follow(self, parent: int) -> int:
+    def follow(self, parent: Parent) -> int:
         """Copy until the run has ended and all is there. Returns the exit code."""
-        failures, told, pause = 0, False, INTERVAL_S
-        while True:
-            if not told and select.select([0], [], [], pause)[0]:
-                told = True
-            elif told and failures:
+        ended, failures, pause, more = False, 0, INTERVAL_S, True
+        while more or not ended:
+            if ended and failures:
                 time.sleep(pause)
-            is_gone = os.getppid() != parent
-            ended = told or is_gone
+            elif not ended and parent.has_ended(pause):
+                ended, failures = True, 0
             try:
-                more = self.sync(last=ended)
-                failures, pause = 0, INTERVAL_S
+                more, failures, pause = self.sync(last=ended), 0, INTERVAL_S
             except TakenOver as error:
-                text = (
-                    "-mirror: another run or start (%s) copies to %s now: nothing more is copied from here; stop one"
-                )
-                log.error(text, error, self.place.url)
+                text = "another run or start (%s) copies to %s now: nothing more is copied from here; stop one"
+                log.error(f"-mirror: {text}", error, self.place.url)
                 return 1
             except Exception as error:
-                failures, pause, more = failures + 1, min(RETRY_S, 2.0**failures), True
+                self.is_current, more, failures = False, True, failures + 1
+                pause = min(RETRY_S, 2.0**failures)
+                self.report(clean(error))
                 if ended and failures > LAST:
-                    more = "the next start, or scripts/mirror.py, tries again"
-                    log.error("-mirror: the last state is not at %s (%s): %s", self.place.url, clean(error), more)
+                    text = "the last state is not at %s (%s): the next start, or scripts/mirror.py, copies it"
+                    log.error(f"-mirror: {text}", self.place.url, clean(error))
                     return 1
                 if failures == 1:
-                    text = "-mirror: not copied to %s (%s): tried again at most every %.0f s; training continues"
-                    log.warning(text, self.place.url, clean(error), RETRY_S)
-            if ended and not more:
-                break
-        with contextlib.suppress(OSError):
-            os.write(0, b"done")
-        until = time.monotonic() + RETRY_S
-        while os.getppid() == parent and time.monotonic() < until:  # it writes outcome.json if it fails
-            time.sleep(INTERVAL_S / 10)
-        self.sync(last=True)
+                    text = "not copied to %s (%s): tried again, at most every %.0f s"
+                    log.warning(f"-mirror: {text}", self.place.url, clean(error), RETRY_S)
         return 0
 
 
 def write_facts(folder: Path, facts: dict) -> None:
-    """Write mirror.json: which run this is, and how far its copy is."""
-    path = folder / "mirror.json"
-    if run_folder.read_json(path) == facts:
-        return
-    partial = path.with_suffix(".new")  # the run removes files that end in .partial
-    partial.unlink(missing_ok=True)
-    with partial.open("x") as file:
-        file.write(json.dumps(facts))
-    partial.replace(path)
+    """Write mirror.json: which run this is, and what is there."""
+    if run_folder.read_json(folder / "mirror.json") != facts:
+        atomic.write_file(folder / "mirror.json", json.dumps(facts))
 
 
-@contextlib.contextmanager
-def only_one(folder: Path, wait: bool) -> Iterator[None]:
-    """Keep other processes on this machine from copying the folder in the block. Raises UsageError, or waits."""
-    with files.open_regular(folder / "logs" / "rank_0.log", "r+b") as file:  # which no start replaces
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise UsageError(f"{folder} is being copied already, by its run") from None
-        except OSError:  # a file system without locks
-            pass
-        yield
+def lock(folder: Path, wait: bool) -> IO[bytes]:
+    """Keep other processes from copying the folder while the result is open. Raises UsageError, or waits."""
+    file = files.open_regular(folder / "logs" / "rank_0.log", "r+b")  # which no start replaces
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise UsageError(f"{folder} is being copied already, by its run") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 # At a run's start
@@ -511,19 +460,16 @@ def choose_run(place: Place, owner: dict, known: list[dict]) -> str:
     )
 
 
-def fetch(place: Place, folder: Path, run: str, *, above: int, most: int | None = None) -> dict[str, list[str]]:
+def fetch(place: Place, folder: Path, run: str, *, above: int, most: int | None = None) -> list[str]:
     """Fetch the newest good checkpoints whose numbers are `above`, and what a resume needs besides.
 
-    Returns "lines" for the log, and which objects are "damaged". Raises UsageError if there are some checkpoints,
-    none is good, and there is none on disk.
+    Returns lines for the log. Raises UsageError if there are some checkpoints, none is good, and none is on disk.
     """
-    entries, lines, fetched, began = place.manifest(run).get("files", {}), [], [], time.monotonic()
-    damaged: list[str] = []
-    place_of = folder / "checkpoints"
+    entries, lines, fetched, place_of = place.entries(run), [], [], folder / "checkpoints"
     for name in [one for one in checkpoints(entries) if run_folder.checkpoint_number(one) > above]:
         if len(fetched) == most:
             break
-        partial = place_of / f"{name}.partial"
+        partial, began = place_of / f"{name}.partial", time.monotonic()
         atomic.sweep(place_of, name)
         partial.mkdir(parents=True)
         mine = {path: entry for path, entry in entries.items() if path.startswith(f"checkpoints/{name}/")}
@@ -531,17 +477,17 @@ def fetch(place: Place, folder: Path, run: str, *, above: int, most: int | None 
             for path, entry in mine.items():
                 place.download(entry, partial / Path(path).name)
         except Damaged as error:
-            damaged.append(entry["object"])
             lines.append(f"{error}; an older checkpoint is taken")
             atomic.sweep(place_of, name)
             continue
         fetched.append(name)
+        size, seconds = sum(entry["bytes"] for entry in mine.values()) / 1e6, time.monotonic() - began
+        lines.append(f"fetched {name} from {place.url} ({size:.1f} MB in {seconds:.1f} s)")
     if lines and not fetched and not above:
         with contextlib.suppress(OSError):
             place_of.rmdir()
-        raise UsageError(
-            f"-mirror: {lines[0].partition(';')[0]}; no good checkpoint is left: -reset starts from scratch"
-        )
+        fault = lines[0].partition(";")[0]
+        raise UsageError(f"-mirror: {fault}; no good checkpoint is left: -reset starts from scratch")
     for path, entry in entries.items() if fetched else ():
         target = folder / path
         if path.startswith("checkpoints/") or (path.startswith(OF_A_START) and target.exists()):
@@ -551,160 +497,207 @@ def fetch(place: Place, folder: Path, run: str, *, above: int, most: int | None 
             with atomic.new_version(target) as partial:
                 place.download(entry, partial)
         except Damaged as error:
-            damaged.append(entry["object"])
             lines.append(f"{error}; it is left out")
     for name in reversed(fetched):  # last: a resume finds all that belongs to it
         if (place_of / name).exists():
             atomic.remove_folder(place_of / name)
         place.moved()
         atomic.publish(place_of / f"{name}.partial", place_of / name)
-        size = sum(entry["bytes"] for path, entry in entries.items() if path.startswith(f"checkpoints/{name}/"))
-        lines.append(f"fetched {name} from {place.url} ({size / 1e6:.1f} MB)")
-    if fetched:
-        lines.append(f"fetched in {time.monotonic() - began:.1f} s")
-    return {"lines": lines, "damaged": damaged}
+    return lines
+
+
+class Parent:
+    """The run that started this process. A socket to it is stdin."""
+
+    def __init__(self, pid: int):
+        self.pid, self.socket, self.said = pid, socket.socket(fileno=0), 0.0
+        self.goes_on = False  # whether the start was not refused
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait so long for the run's end, and return whether it has come."""
+        return bool(select.select([self.socket], [], [], seconds)[0]) or os.getppid() != self.pid
+
+    def moved(self) -> None:
+        """Tell the run that bytes move, once a second. It does not read while it trains."""
+        if os.getppid() != self.pid and not self.goes_on:
+            os._exit(1)  # its folder may be another start's now
+        if time.monotonic() - self.said > INTERVAL_S:
+            self.said = time.monotonic()
+            with contextlib.suppress(OSError):
+                self.socket.send(b"\n", socket.MSG_DONTWAIT)
+
+
+def prepare(place: Place, folder: Path, order: dict) -> dict:
+    """Do what a run's start needs: return the run's id and lines for the log, or why it cannot go on."""
+    try:
+        owner, above = place.read("owner.json"), max(one["number"] for one in order["known"])
+        if order["reset"] and owner and owner.get("launch") != order["launch"]:  # this launch has not reset it yet
+            return {"run": secrets.token_hex(16), "lines": []}
+        run = choose_run(place, owner, order["known"])
+        if not owner:  # a place that may not be written is known now
+            place.claim(run, launch=order["launch"])
+        return {"run": run, "lines": fetch(place, folder, run, above=above, most=1)}
+    except UsageError as error:
+        return {"usage": str(error)}
+    except Exception as error:
+        text = f"{place.url}: cannot be used ({clean(error)})"
+        runs = [one["run"] for one in order["known"] if one["run"] and one["number"]]
+        if runs and not is_lasting(error):
+            return {"run": min(runs), "lines": [f"{text}: the run continues from its own disk"]}
+        return {"usage" if is_lasting(error) else "error": f"-mirror {text}"}
+
+
+def serve(url: str, folder: Path, order: dict, parent: Parent) -> int:
+    """Fetch what a run's start needs, and copy the run once it goes on, until its end. Returns the exit code."""
+    for number in STOP_SIGNALS:  # Slurm sends them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        place = Place(url, folder.name, parent.moved)
+        answer = prepare(place, folder, order)
+    except UsageError as error:
+        place, answer = None, {"usage": str(error)}
+    parent.socket.sendall(json.dumps(answer).encode())
+    parent.goes_on = bool(parent.socket.recv(1))
+    if not parent.goes_on or not place:  # the start was refused
+        return 0
+    os.nice(10)
+    console.setup_logging(folder, rank=0)
+    with lock(folder, wait=True):
+        return Follower(folder, place, answer["run"]).follow(parent)
 
 
 class Mirror:
-    """The mirror of a run, as its processes see it. It is reached by processes of its own alone."""
+    """The mirror of a run, as its processes see it. All ranks call its methods.
 
-    def __init__(self, args: Args, world: World):
-        """Find out whether the place is this run's, and fetch a newer checkpoint from there. All ranks call this.
+    A process next to rank 0 reaches the place: fsspec's threads must not be where loaders are forked.
+    """
+
+    def __init__(self, args: Args, world: World, stack: contextlib.ExitStack):
+        """`stack` closes it: make it before the run's folder is locked, as the outcome is copied, too."""
+        self.args, self.world, self.folder = args, world, run_folder.path_of(args)
+        stack.push(self.close)
+        self.process: subprocess.Popen | None = None  # on rank 0
+        self.text, self.moved_at = b"", 0.0  # what it sent, and when
+        self.answer: dict = {}  # what it found at the start
+        self.begun = False
+        self.signalled_at: float | None = None  # when a signal came that stops the run
+
+    def fetch(self, world: World) -> None:
+        """Find out whether the place is this run's, and fetch a newer checkpoint from there.
 
         Raises UsageError if the place belongs to another run, or may not be read.
         """
         from lib.utils import distributed, watchdog
 
-        self.args, self.world, self.folder = args, world, run_folder.path_of(args)
-        reset = run_folder.is_reset_due(args, world)
-        watchdog.begin(f"looking for a copy of the run at -mirror {args.mirror}")
+        self.world, url = world, self.args.mirror
+        watchdog.begin(f"looking for a copy of the run at -mirror {url}")
+        reset = run_folder.is_reset_due(self.args, world)
         known = world.on_writers(lambda: {"run": None, "number": 0} if reset else local_facts(self.folder))
-        order, process, text = {"known": known, "launch": world.launch, "reset": reset}, None, b""
         if world.is_main:
-            command = [sys.executable, __file__, args.mirror, str(self.folder), "-order", json.dumps(order)]
-            command += ["-parent", str(os.getpid())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        moves, busy = 0.0, 1.0
-        while busy:  # votes keep the other ranks' collectives from timing out
-            mine, before = 0.0, moves
-            if process and process.stdout:
-                ready = select.select([process.stdout], [], [], 0.2)[0]
-                data = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-                text, mine = text + data, float(bool(data) or not ready)
-            busy, moves = distributed.all_reduce_max([mine, float(len(text))], world)
-            if moves > before:
-                watchdog.moved()
-        answer = {}
-        if process:
-            process.wait()
-            answer = last_line(text)
-        answer = distributed.broadcast(answer, world)
-        if "usage" in answer:
-            raise UsageError(answer["usage"])
-        if "run" not in answer:
-            raise OSError(answer.get("error", f"-mirror {args.mirror}: scripts/mirror.py ended without an answer"))
-        self.lines = answer["lines"]
-        self.facts = {"run": answer["run"], "damaged": answer["damaged"]}
-        self.process: subprocess.Popen | None = None
+            order = json.dumps({"known": known, "launch": world.launch, "reset": reset})
+            command = [sys.executable, __file__, str(url), str(self.folder), "-order", order]
+            self.socket, theirs = socket.socketpair()
+            with theirs:
+                command += ["-parent", str(os.getpid())]
+                self.process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)  # no Ctrl-C
+        while self.poll(not self.text.endswith(b"}")):
+            pass
+        self.answer = distributed.broadcast(json.loads(self.text.split(b"\n")[-1] or "{}"), world)
+        if "usage" in self.answer:
+            raise UsageError(self.answer["usage"])
+        if "run" not in self.answer:
+            raise OSError(self.answer.get("error", f"-mirror {url}: scripts/mirror.py ended without an answer"))
+        watchdog.begin("opening the run's checkpoints")
 
-    def start(self) -> Mirror:
-        """Start copying, on rank 0, once the run's folder is its own."""
+    def poll(self, goes_on: bool = True) -> bool:
+        """Read what the process sends, for a moment. Return whether it lives, and rank 0 goes on.
+
+        All ranks vote, which keeps collectives from timing out. The watchdog counts what moves.
+        """
+        from lib.utils import distributed, watchdog
+
+        alive, moved_at = self.process is not None and goes_on, self.moved_at if self.process else 0.0
+        if alive and select.select([self.socket], [], [], INTERVAL_S / 5)[0]:
+            try:
+                data = self.socket.recv(1 << 16)
+            except ConnectionResetError:  # it was killed
+                data = b""
+            alive, self.text, moved_at = bool(data), self.text + data, time.monotonic()
+        alive, moved_at = distributed.all_reduce_max([alive, moved_at], self.world)
+        if moved_at != self.moved_at:
+            watchdog.moved()
+        self.moved_at = moved_at
+        return bool(alive)
+
+    def start(self) -> None:
+        """Start copying, once the run's folder is its own."""
+        self.begun = True
         if self.world.is_writer:
-            write_facts(self.folder, {**run_folder.read_json(self.folder / "mirror.json"), **self.facts})
+            write_facts(self.folder, {"run": self.answer["run"], "url": self.args.mirror})
         if self.world.is_main:
-            for line in self.lines:
+            for line in self.answer["lines"]:
                 log.log(logging.INFO if line.startswith("fetched") else logging.WARNING, "-mirror:     %s", line)
-            self.pipe, theirs = socket.socketpair()
-            command = [sys.executable, __file__, str(self.folder), self.args.mirror, "-parent", str(os.getpid())]
-            self.process = subprocess.Popen(command, stdin=theirs, start_new_session=True)  # Ctrl-C is the run's
-            theirs.close()
-        return self
+            with contextlib.suppress(OSError):  # it was killed: `close` says so
+                self.socket.send(b"!")
 
     def close(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Wait until all is copied, for -grace_s at most: the end of a job or a container may end the copy, too."""
-        from lib.utils import watchdog
+        """Wait for the copy of the last state as long as bytes move: the end of a container would end it, too.
 
-        if not self.process:
+        After a failure wait FAILED_S at most, after a signal that stops the run -grace_s.
+        """
+        from lib.utils import distributed, signals, watchdog
+
+        if self.process:
+            with contextlib.suppress(OSError):  # it was killed
+                self.socket.shutdown(socket.SHUT_WR)
+        if not self.begun:
             return
-        seconds = FAILED_S if error else min(self.args.grace_s, 30 * self.args.hang_minutes)
+        if error:
+            self.world = distributed.World(rank=self.world.rank)  # the other ranks may be gone
         watchdog.begin("copying the last state to -mirror")
-        with contextlib.suppress(OSError):
-            self.pipe.shutdown(socket.SHUT_WR)
-        until = time.monotonic() + seconds
-        while not (answered := select.select([self.pipe], [], [], INTERVAL_S)[0]) and time.monotonic() < until:
-            watchdog.moved()
-        if not answered:
-            text = f"not all is copied after {seconds:g} s: it goes on, unless a job or container ends now"
+        began = self.moved_at = time.monotonic()
+        if run_folder.read_json(self.folder / "outcome.json").get("signal"):
+            self.signalled_at = began
+        reason, still_s = "", 30 * self.args.hang_minutes  # half of what the watchdog allows
+        with signals.use_handler(self.note_signal):
+            while self.poll(not reason):
+                now = time.monotonic()
+                if error and now > began + FAILED_S:
+                    reason = "the run failed"
+                elif self.signalled_at is not None and now > self.signalled_at + self.args.grace_s:
+                    reason = f"-grace_s {self.args.grace_s:g} is over"
+                elif now > self.moved_at + still_s:
+                    reason = f"nothing moved for {still_s:g} s"
+        if self.process and reason:
+            text = f"not all is copied ({reason}): it goes on, unless a job or container ends now"
             log.warning("-mirror: %s; the next start, or scripts/mirror.py, copies the rest", text)
-        self.pipe.close()
+        elif self.process and self.process.wait():
+            log.error("-mirror: not all is copied: its process ended with %d", self.process.returncode)
 
+    def note_signal(self, number: int, frame: object) -> None:
+        """Note the first signal that stops the run; end this process at a second one."""
+        from lib.utils import preemption
 
-def last_line(text: bytes) -> dict:
-    """Return the JSON in the last line of what a process has written, {} if there is none."""
-    with contextlib.suppress(ValueError):
-        return json.loads(text.split(b"\n")[-1])
-    return {}
-
-
-def answer_order(url: str, folder: Path, order: dict, parent: int) -> dict:
-    """Do what a run's start needs: return the run's id and what was fetched, or why there is none."""
-    said = 0.0
-
-    def moved() -> None:
-        nonlocal said
-        if os.getppid() != parent:
-            os._exit(1)  # the start was killed: the folder may be another one's now
-        if time.monotonic() - said > 1:
-            said = time.monotonic()
-            print(flush=True)  # a sign of life
-
-    try:
-        place = Place(url, folder.name, moved)
-        owner, above = place.read("owner.json"), max(one["number"] for one in order["known"])
-        if order["reset"] and owner and owner.get("launch") != order["launch"]:  # this launch has not reset it yet
-            return {"run": secrets.token_hex(16), "lines": [], "damaged": []}
-        run = choose_run(place, owner, order["known"])
-        if not owner:  # a place that may not be written is known now
-            place.claim(run, launch=order["launch"])
-        found = fetch(place, folder, run, above=above, most=1)
-        if owner and not above and not found["lines"]:
-            since = printable(f"a start of this run on {owner.get('host')}, since {owner.get('since')}")
-            found["lines"] = [f"{place.url} has no checkpoint yet of {since}: if it still runs, stop one of the two"]
-        return {"run": run, **found}
-    except UsageError as error:
-        return {"usage": str(error)}
-    except Exception as error:
-        text = f"-mirror {url}: cannot be used ({clean(error)})"
-        lasts = isinstance(error, FileNotFoundError | PermissionError) or "Credentials" in type(error).__name__
-        runs = [one["run"] for one in order["known"] if one["run"] and one["number"]]
-        if runs and not lasts:
-            return {"run": min(runs), "lines": [f"{text[8:]}: the run continues from its own disk"], "damaged": []}
-        return {"usage" if lasts else "error": text}
+        if self.signalled_at is None:
+            self.signalled_at = time.monotonic()
+        elif time.monotonic() - self.signalled_at > preemption.TWICE_S:
+            os._exit(STOPPED)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="a run's folder, as out/NAME, or URL")
     parser.add_argument("target", help="URL, or the folder")
-    parser.add_argument("-parent", type=int, help="process of the run that goes on: follow it")
-    parser.add_argument("-order", type=json.loads, help="what a run that starts wants to know")
+    parser.add_argument("-parent", type=int, help="the process of a run that starts this")
+    parser.add_argument("-order", type=json.loads, help="what it wants")
     args = parser.parse_args(argv)
     fetches = "://" in args.source
     url, folder = (args.source, args.target) if fetches else (args.target, args.source)
-    folder = Path(folder)
-    if args.order:
-        print(json.dumps(answer_order(url, folder, args.order, args.parent)), end="", flush=True)
-        return 0
-    console.setup_logging(folder if args.parent else None, rank=0)
+    if args.parent:
+        return serve(url, Path(folder), args.order, Parent(args.parent))
+    console.setup_logging(None, rank=0)
     try:
-        if args.parent:
-            os.nice(10)
-            for number in STOP_SIGNALS:  # Slurm sends them to all processes of a job
-                signal.signal(number, signal.SIG_IGN)
-            with only_one(folder, wait=True):
-                run = run_folder.read_json(folder / "mirror.json")["run"]
-                return Follower(folder, Place(url, folder.name), run).follow(args.parent)
-        return (fetch_by_hand if fetches else copy_by_hand)(url, folder)
+        print(fetch_once(url, Path(folder)) if fetches else copy_once(url, Path(folder)))
     except UsageError as error:
         parser.exit(2, f"mirror.py: {error}\n")
     except KeyboardInterrupt:
@@ -712,34 +705,32 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         log.error("mirror.py: %s", clean(error))
         return 1
-
-
-def copy_by_hand(url: str, folder: Path) -> int:
-    """Copy a run once. Returns the exit code."""
-    if not (folder / "config.yaml").is_file():
-        raise UsageError(f"{folder} is no run's folder")
-    with only_one(folder, wait=False):
-        place = Place(url, folder.name)
-        follower = Follower(folder, place, choose_run(place, place.read("owner.json"), [local_facts(folder)]))
-        write_facts(folder, {**run_folder.read_json(folder / "mirror.json"), "run": follower.run})
-        while follower.sync(last=True):
-            pass
-    print(f"{folder} is at {place.url}")
     return 0
 
 
-def fetch_by_hand(url: str, folder: Path) -> int:
-    """Fetch all of a run that is newer than what the folder has. Returns the exit code."""
+def copy_once(url: str, folder: Path) -> str:
+    """Copy a run, and return a message."""
+    if not (folder / "config.yaml").is_file():
+        raise UsageError(f"{folder} is no run's folder")
+    with lock(folder, wait=False):
+        place = Place(url, folder.name)
+        follower = Follower(folder, place, choose_run(place, place.read("owner.json"), [local_facts(folder)]))
+        follower.report()
+        follower.sync_all()
+    return f"{folder} is at {place.url}"
+
+
+def fetch_once(url: str, folder: Path) -> str:
+    """Fetch all of a run that is newer than what the folder has, and return a message."""
     place, here = Place(url, folder.name), local_facts(folder)
     if reading.is_locked(folder):
         raise UsageError(f"{folder} is in use by a run")
     if not (owner := place.read("owner.json")):
         raise UsageError(f"{place.url} has no run: URL is what -mirror was, without the run's name")
     run = choose_run(place, owner, [here])
-    lines = fetch(place, folder, run, above=here["number"])["lines"]
+    lines = fetch(place, folder, run, above=here["number"])
     write_facts(folder, {**run_folder.read_json(folder / "mirror.json"), "run": run})
-    print("\n".join(lines) or f"{place.url} has nothing that {folder} lacks")
-    return 0
+    return "\n".join(lines) or f"{place.url} has nothing that {folder} lacks"
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ import shutil
 import sys
 import textwrap
 import time
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.utils import files
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import printable
 from scripts import reading
@@ -139,7 +141,7 @@ def read_row(folder: Path) -> dict[str, str]:
         "score": str(float(top["score"])) if top else "",  # for sorting: higher is better
         "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if figures.get("perf/samples_per_s") else "",
         "left": left if found == "running" else "",
-        "mirror": mirror(folder),
+        "mirror": mirror(folder, saved, str(outcome.get("state"))),
         "host": str(outcome.get("host", "")),
         "job": str(job or ""),
         "seen": f"{span(seen)} ago",
@@ -155,10 +157,16 @@ def last_save(folder: Path) -> str:
     return f"{newest.name.rpartition('_')[2]}, {span(time.time() - newest.stat().st_mtime)} ago"
 
 
-def mirror(folder: Path) -> str:
-    """Return how many steps the copy of -mirror is behind the newest checkpoint; "" without a copy."""
-    behind = run_folder.read_json(folder / "mirror.json").get("behind")
-    return "" if behind is None else f"{behind} steps behind" if behind else "whole"
+def mirror(folder: Path, saved: dict, recorded: str) -> str:
+    """Return how many steps the copy of -mirror is behind the newest checkpoint `saved`; "" without a copy."""
+    facts = run_folder.read_json(folder / "mirror.json")
+    if "url" not in facts:
+        return ""
+    behind = saved.get("state", {}).get("step", 0) - facts.get("step", 0)
+    if behind > 0:
+        return f"{behind} steps behind"
+    ended = recorded != "running" and zlib.crc32(files.read_bytes(folder / "outcome.json")) != facts.get("outcome")
+    return "lacks the end" if ended else "whole"
 
 
 def progress(folder: Path, saved: dict) -> tuple[str, str, str]:

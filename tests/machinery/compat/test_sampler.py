@@ -53,9 +53,6 @@ def test_every_epoch_has_the_order_of_torchs_sampler(n, ranks, epochs, options):
             assert (len(ours), ours.total_size) == (len(theirs), theirs.total_size)
 
 
-# Stops and other numbers of ranks
-
-
 @STEADY
 @given(n=SIZES, epoch=EPOCHS, options=OPTIONS, runs=RUNS, last=WORLDS)
 def test_an_epoch_with_changing_numbers_of_ranks_has_each_sample_once(n, epoch, options, runs, last):
@@ -86,9 +83,6 @@ def test_a_sampler_of_a_shard_visits_all_of_it(n, seed, stop, epoch):
     second = InterruptableSampler(range(n), seed=seed)
     second.load_state_dict(first.state_dict())
     assert seen + list(second) == truth.order(n, seed=seed, epoch=epoch) and len(second) == n
-
-
-# The names and errors of cycling_utils
 
 
 def test_a_state_of_cycling_utils_loads():
@@ -128,8 +122,6 @@ def test_set_epoch_is_refused_during_an_epoch():
     fewer.set_epoch(2)
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)
 
-
-# Batches of one group
 
 GROUPS = st.lists(st.integers(-2, 4), max_size=120)
 

@@ -1,31 +1,30 @@
 """-mirror: a run goes on from its copy with the same bits; copies are whole or absent; stores that fail."""
 
+import contextlib
 import itertools
 import json
 import os
-import select
 import shutil
 import signal
 import socket
-import socketserver
-import threading
-import time
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import needs
 import pytest
 import saves
 from command_line import refusal, usage_error
-from fsspec import asyn
 from fsspec.implementations.memory import MemoryFileSystem
 from processes import until
 from runs import lines, run
 
+from lib.utils.distributed import World
 from scripts import mirror, status
 
-SECRET = "3f" * 20
-NAME = "few_norm_net"
+NAME, SECRET = "few_norm_net", "3f" * 20  # the latter is that of s3_server, too
 
 
 def there(place: Path) -> list[str]:
@@ -48,8 +47,8 @@ def test_an_emptied_folder_resumes_from_the_copy_with_the_same_bits(tmp_path, sm
         shutil.rmtree(folder)
     folder = run(tmp_path / "out", flags)
     assert saves.bits(folder) == wanted and "_step_9 from file:" in saves.log_of(folder)
-    assert [int(name.rpartition("_")[2]) for name in there(tmp_path / "there" / NAME)] == [12, 11, 10, 8, 4]
-    assert status.read_row(folder)["mirror"] == "whole"
+    steps = [int(name.rpartition("_")[2]) for name in there(tmp_path / "there" / NAME)]
+    assert steps == [12, 11, 10, 8, 4] and status.read_row(folder)["mirror"] == "whole"
 
 
 @pytest.fixture
@@ -64,10 +63,9 @@ def test_a_damaged_copy_is_passed_over(copied, tmp_path, refused):
     damaged.write_bytes(b"?" + damaged.read_bytes()[1:])
     lost.unlink()
     log = saves.log_of(run(tmp_path, flags))
-    assert f"{damaged.name}: its size or checksum is wrong; an older checkpoint is taken" in log
+    assert f"{damaged.name} has another size or checksum; an older checkpoint is taken" in log
     assert f"{lost.name} is missing; an older" in log and "fetched 000010_step_10" in log
     assert len(there(copied)) == 12, "what was damaged there is copied again"
-
     shutil.rmtree(tmp_path / NAME)
     for shard in copied.glob("*.shard_0000.*"):
         os.truncate(shard, 99)
@@ -76,28 +74,90 @@ def test_a_damaged_copy_is_passed_over(copied, tmp_path, refused):
 
 def test_two_runs_at_one_place_are_noticed(copied, tmp_path, refused):
     flags = f"{saves.SMALL} -save_every 1steps -seed 1"
-    folder = run(tmp_path, f"{flags} -limit_steps 2", wanted=75)
-    (copied / "thesis.tex").write_text("of somebody")
+    run(tmp_path, f"{flags} -limit_steps 2", wanted=75)
+    (copied / "thesis.tex").touch()  # somebody's
     flags += f" -mirror file://{tmp_path}/there"
     assert "has another run (of " in refused(flags)
     run(tmp_path, f"{flags} -reset -limit_steps 2", wanted=75)
-    assert (copied / "thesis.tex").read_text() == "of somebody"
-    (copied / "thesis.tex").unlink()
+    (copied / "thesis.tex").unlink()  # is still there
     assert [name[-6:] for name in there(copied)] == ["step_2", "step_1"]
 
-    one, other = (mirror.Follower(folder, mirror.Place(f"file://{copied.parent}", NAME), "run") for _ in range(2))
-    [each.claim() for each in (one, other)]
-    with pytest.raises(mirror.TakenOver, match="host "):
-        one.sync(last=True)
+
+@pytest.mark.parametrize("later", (False, True))
+def test_a_newer_start_loses_nothing_at_whatever_instant_it_claims_the_place(copy, later):
+    calls, instant = itertools.count(), -1
+    while next(calls) > instant:  # the older start had more calls
+        MemoryFileSystem.store.clear()
+        older, newer = (mirror.Follower(copy, mirror.Place("memory://runs", copy.name), "run") for _ in range(2))
+        older.keep_last = newer.keep_last = 2
+        older.sync()
+        calls, instant, newest = itertools.count(), instant + 1, saves.names(copy)[:2]
+        act = newer.claim if later else newer.sync_all
+        older.place.moved = lambda: next(calls) == instant and act()  # noqa: B023
+        with contextlib.suppress(mirror.TakenOver, mirror.Damaged, FileNotFoundError):
+            older.sync_all()
+        newer.sync_all()
+        there = newer.place.without_lost(newer.entries, newer.place.sizes())
+        assert there == newer.entries == newer.place.entries("run") and mirror.checkpoints(there) == newest
+    assert instant > 20
 
 
 def test_a_url_is_refused_before_anything_is_written():
     for url in (f"s3://me:{SECRET}@bucket", f"s3://me:a/{SECRET}@bucket/x", f"https://host/x?sig={SECRET}"):
         assert "credentials" in refusal(f"-mirror {url}") and SECRET not in refusal(f"-mirror {url}")
-    assert "give a URL of a folder" in refusal("-mirror file://x")
-    assert "that is -out" in refusal("-out /tmp/out -mirror file:///tmp/out/")
-    assert "uv pip install adlfs" in usage_error(mirror.Place, "abfs://container/runs", NAME)
-    assert "fsspec knows no s4://" in usage_error(mirror.Place, "s4://bucket", NAME)
+    assert "a URL of a folder" in refusal("-mirror file://x") and "that is -out" in refusal(
+        "-out /a -mirror file:///a/"
+    )
+    assert "Install adlfs" in usage_error(mirror.Place, "abfs://container/runs", NAME)
+    assert "Protocol not known: s4" in usage_error(mirror.Place, "s4://bucket", NAME)
+
+
+COPIER = "import os, sys, time; run = os.getppid(); sys.stdin.read()\n"
+BEATS = "[(os.write(0, b'.'), time.sleep(0.1)) for _ in range(20)]"
+WAITS = {  # what the process that copies does at the run's end: what the run says, with -grace_s 0.5
+    BEATS: "",
+    "time.sleep(60)": "nothing moved for 0.6 s",
+    f"os.kill(run, 15)\nfor _ in range(30): {BEATS}": "-grace_s 0.5 is over",
+    "os.kill(os.getpid(), 9)": "ended with -9",
+}
+
+
+def close_while(does: str, grace_s: float) -> int:
+    """Close a mirror whose process does this at the end. Return how that ended: with -9 if it went on."""
+    given = {"out": "", "model": "", "grace_s": grace_s, "hang_minutes": 0.02 if "sleep(60)" in does else 10}
+    one = mirror.Mirror(SimpleNamespace(**given), World(), contextlib.ExitStack())
+    one.begun, (one.socket, theirs) = True, socket.socketpair()
+    with theirs:
+        one.process = subprocess.Popen([sys.executable, "-c", COPIER + does], stdin=theirs.fileno())
+    one.close(None, None, None)
+    one.process.kill()
+    return one.process.wait()
+
+
+@pytest.mark.parametrize("does", WAITS)
+def test_a_run_waits_for_its_last_copy_as_long_as_bytes_move(caplog, does):
+    assert close_while(does, 0.5) == (-9 if WAITS[does] else 0) and WAITS[does] in caplog.text
+
+
+def test_a_second_signal_ends_a_run_that_waits_for_its_last_copy():
+    if not (child := os.fork()):
+        with contextlib.suppress(Exception):
+            close_while(f"while True: os.kill(run, 15); {BEATS}", 60)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+
+
+def test_status_shows_what_did_not_arrive(copied, copy, monkeypatch):
+    shown = lambda: status.read_row(copy)["mirror"]  # noqa: E731
+    (copy / "outcome.json").write_text("{}")  # the run's end did not arrive
+    assert shown() == "lacks the end"
+    shutil.rmtree(copied)
+    copied.touch()
+    monkeypatch.setattr(mirror, "PAUSES_S", ())
+    monkeypatch.setattr(mirror, "RETRY_S", 0)
+    place, run_id = mirror.Place(f"file://{copied.parent}", copy.name), mirror.local_facts(copy)["run"]
+    assert mirror.Follower(copy, place, run_id).follow(SimpleNamespace(has_ended=lambda seconds: True)) == 1
+    assert shown() == "12 steps behind" and "FileExistsError" in (copy / "mirror.json").read_text()
 
 
 class Faulty(MemoryFileSystem):
@@ -107,7 +167,7 @@ class Faulty(MemoryFileSystem):
     faults = itertools.cycle((bytes, lambda data: data[:99], bytes, lambda data: b"?" + data[1:], None))
 
     def open(self, path, mode="rb", **options):
-        change = next(self.faults) if mode == "wb" else bytes
+        change = next(self.faults)
         if change is None:
             raise ConnectionResetError("the store is away")
         file = super().open(path, mode, **options)
@@ -119,80 +179,27 @@ def test_what_a_store_loses_or_changes_is_copied_again(copy, tmp_path):
     fsspec.register_implementation("faulty", Faulty)
     follower = mirror.Follower(copy, mirror.Place("faulty://runs", copy.name), "run")
     next((copy / "checkpoints").glob("*step_12/shard_*")).write_bytes(b"damaged on disk")
-    while follower.sync(last=True):
-        pass
+    follower.sync_all()
     assert mirror.main(["faulty://runs", str(tmp_path / copy.name)]) == 0
     assert saves.names(tmp_path / copy.name) == saves.names(copy)[1:] and lines(tmp_path / copy.name) == lines(copy)
 
 
-class Proxy(socketserver.BaseRequestHandler):
-    """Passes a connection on to a server; some are answered with 503, cut off after some bytes, or slow."""
-
-    faults = itertools.cycle(("", "503", "slow", "", "cut"))
-
-    def handle(self):
-        fault, left = next(self.faults), 400_000
-        if fault == "503":
-            self.request.recv(1 << 16)
-            self.request.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            return
-        with socket.create_connection(("127.0.0.1", self.server.to)) as server:
-            pipes = {self.request: server, server: self.request}
-            while left > 0:
-                for one in select.select([*pipes], [], [])[0]:
-                    if not (data := one.recv(1 << 16)):
-                        return
-                    time.sleep(0.02 * (fault == "slow"))
-                    pipes[one].sendall(data)
-                    left -= len(data) * (fault == "cut")
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    """A bucket in a real S3 server, behind the proxy: the variables of a run that reaches it."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    proxy = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Proxy)
-    proxy.daemon_threads, proxy.to = True, server.get_host_and_port()[1]
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    env = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": SECRET}
-    for name, value in (env | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.to}"}).items():
-        monkeypatch.setenv(name, value)  # this process sees all, without faults
-    until(lambda: socket.socket().connect_ex(("127.0.0.1", proxy.to)) == 0)
-    fsspec.filesystem("s3").mkdir("runs")
-    yield env | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}"}
-    server.stop()
-    proxy.shutdown()
-    loop = asyn.loop[0]
-    loop.call_soon_threadsafe(loop.stop)  # with a thread left, later tests could fork no processes
-    asyn.iothread[0].join()
-    loop.run_until_complete(loop.shutdown_default_executor())
-    asyn.reset_after_fork()
-
-
-def newest(place: mirror.Place) -> list[str]:
-    return mirror.checkpoints(place.manifest(place.read("owner.json").get("run", "")).get("files", {}))[:1]
-
-
 @needs.require_package("moto", "s3")
-def test_killed_runs_and_copies_end_with_the_same_weights_on_a_store_that_fails(start, s3, uninterrupted):
-    flags = ("-mirror", "s3://runs/all", "-save_every", "7steps")
-    place = mirror.Place("s3://runs/all", "run")
+def test_killed_runs_and_copies_end_with_the_same_weights(start, s3_server, uninterrupted):
+    flags = "-mirror s3://bucket/all -save_every 7steps".split()
     for step in (20, 33, 50):
-        one = start("run", *flags, env=s3, fault={"do": "pause", "step": step})
+        one = start("run", *flags, env=s3_server, fault={"do": "pause", "step": step})
         notes = one.wait_for_notes(2)
-        copying = [pid for pid in one.processes() if b"mirror.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         if step == 33:  # the copy is killed, too, wherever it is
-            os.kill(copying[0], signal.SIGKILL)
+            pids = [pid for pid in one.processes() if b"mirror.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            [os.kill(pid, signal.SIGKILL) for pid in pids]
         else:
-            until(lambda: newest(place) == saves.names(one.folder)[:1], what=one.text)  # noqa: B023
+            until(lambda: status.read_row(one.folder)["mirror"] == "whole", what=one.text)  # noqa: B023
+            copied = saves.names(one.folder)[0]
         [os.kill(note["pid"], signal.SIGKILL) for note in notes]
         one.wait_until_gone()
-        copied = newest(place)[0]
         assert not [file for file in one.folder.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()]
         shutil.rmtree(one.folder)
-    last = start("run", *flags, env=s3)
+    last = start("run", *flags, env=s3_server)
     assert last.wait() == 0 and f"fetched {copied} from" in last.text() and SECRET not in last.text(), last.text()
-    assert last.weights() == uninterrupted.weights() and newest(place) == saves.names(last.folder)[:1]
+    assert last.weights() == uninterrupted.weights() and status.read_row(last.folder)["mirror"] == "whole"
