@@ -4,6 +4,7 @@ import argparse
 import importlib
 import inspect
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ import train
 from lib import config
 from lib.config import flags, plugins
 from lib.core import loss
+from lib.trainer.trainer import Trainer
 from lib.utils import seeding
+from lib.utils.checkpoint import run_folder
 from lib.utils.data import loader
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
@@ -190,3 +193,47 @@ def seeded_item(dataset, index, seed=0):
 def same(items, others):
     pairs = zip(tree_leaves(items), tree_leaves(others), strict=True)
     return all(torch.equal(x, torch.as_tensor(y)) if torch.is_tensor(x) else np.array_equal(x, y) for x, y in pairs)
+
+
+class QuitsInAStep(Trainer):
+    def training_step(self, batch):
+        if self.world.is_main:
+            sys.exit(0)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quits", "flags", "call"),
+    [
+        ("dataset", lambda args: argparse.ArgumentParser().parse_args(["of others"]), "-cpu 2", "sys.exit(2)"),
+        ("arch", lambda args: sys.exit(0), "-cpu 1", "sys.exit(0)"),
+        ("trainer", QuitsInAStep, "-cpu 2", "sys.exit(0)"),
+    ],
+    ids=["dataset", "arch", "trainer"],
+)
+def test_a_plugin_that_calls_sys_exit_fails_the_run(kind, quits, flags, call, tmp_path, capfd):
+    with runs.plugins(**{kind: {"quits": quits}}):
+        try:
+            code = train.main(f"-arch mlp -{kind} quits {flags} -model run -out {tmp_path}".split())
+            message = capfd.readouterr().err
+        except RuntimeError as error:  # with one process the error is raised here
+            code, message = 1, str(error)
+    assert code == 1 and f"{call} was called" in message
+    if kind == "trainer":  # the run had begun
+        outcome = run_folder.read_json(tmp_path / "run" / "outcome.json")
+        assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
+
+
+def test_random_numbers_are_uniform_and_depend_only_on_the_sample():
+    draws = seeding.uniform(3, 5, list(range(20_000)))
+    assert draws.shape == (20_000, 8) and draws.dtype == torch.float32 and draws.min() >= 0 and draws.max() < 1
+    for column in draws.T:
+        counts = torch.histc(column, 20, 0, 1)
+        assert (counts - 1000).abs().max() < 150  # five standard deviations
+    correlations = np.corrcoef(np.concatenate([draws.T, draws.roll(1, 0).T]))
+    assert np.abs(correlations - np.eye(16)).max() < 0.04
+    some = [7, 19_999, 0, 7]
+    assert torch.equal(seeding.uniform(3, 5, some), draws[some])
+    for other in ((4, 5), (3, 6)):
+        assert (seeding.uniform(*other, some) != draws[some]).all()
+    assert torch.equal(seeding.uniform(0, 0, [2**62]), seeding.uniform(0, 0, [2**62]))

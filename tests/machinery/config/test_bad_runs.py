@@ -2,7 +2,6 @@
 
 import multiprocessing
 import socket
-import sys
 
 import pytest
 import runs
@@ -60,13 +59,6 @@ def test_a_training_step_that_does_not_return_a_scalar_tensor_with_a_gradient_is
     with runs.plugins(trainer={"odd": Odd}):
         line = refused("-trainer odd -cpu 1")
     assert "training_step returns " in line and "the mean loss" in line
-
-
-class QuitsInAStep(Trainer):
-    def training_step(self, batch):
-        if self.world.is_main:
-            sys.exit(0)
-        return super().training_step(batch)
 
 
 def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):
