@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import sys
 
 import pytest
@@ -269,3 +270,20 @@ def test_a_run_whose_parameter_had_no_gradient_yet_resumes_exactly(optimizer, tm
         whole = run(tmp_path, f"{flags} {optimizer} -model whole")
         saves.run_until(tmp_path, f"{flags} {optimizer} -model parts", 4)
         assert distance(whole, run(tmp_path, f"{flags} {optimizer} -model parts")) == 0
+
+
+def test_a_restrictive_umask_a_link_and_a_name_with_spaces_work(tmp_path, finished_run):
+    before = os.umask(0o077)
+    try:
+        (tmp_path / "real one").mkdir()
+        (tmp_path / "link").symlink_to("real one")
+        for out in ("link", "real one/deeper ünd"):
+            saves.run_until(tmp_path / out, SMALL, 6)
+            assert distance(run(tmp_path / out, SMALL), finished_run) == 0.0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "real one").rglob("*") if not path.is_symlink()]
+    assert files and not [path for path in files if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    (tmp_path / "real one").rename(tmp_path / "moved")
+    (tmp_path / "link").unlink()
+    run(tmp_path / "moved", SMALL)
