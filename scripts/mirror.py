@@ -643,7 +643,8 @@ class Mirror:
     def close(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Wait for the copy of the last state as long as bytes move: the end of a container would end it, too.
 
-        After a failure wait FAILED_S at most, after a signal that stops the run -grace_s.
+        After a failure wait FAILED_S at most, after a signal that stops the run -grace_s. Raises RuntimeError if it
+        does not arrive, and neither is the reason.
         """
         from lib.utils import distributed, signals, watchdog
 
@@ -668,11 +669,13 @@ class Mirror:
                     reason = f"-grace_s {self.args.grace_s:g} is over"
                 elif now > self.moved_at + still_s:
                     reason = f"nothing moved for {still_s:g} s"
-        if self.process and reason:
-            text = f"not all is copied ({reason}): it goes on, unless a job or container ends now"
-            log.warning("-mirror: %s; the next start, or scripts/mirror.py, copies the rest", text)
-        elif self.process and self.process.wait():
-            log.error("-mirror: not all is copied: its process ended with %d", self.process.returncode)
+        if not self.process or not (reason or self.process.wait()):
+            return
+        reason = reason or f"its process ended with {self.process.returncode}"
+        text = f"-mirror: not all is copied ({reason}): the next start, or scripts/mirror.py, copies the rest"
+        if not error and self.signalled_at is None:
+            raise RuntimeError(text)  # an exit code of 0 would mean that nothing is lost with this disk
+        log.warning("%s", text)
 
     def note_signal(self, number: int, frame: object) -> None:
         """Note the first signal that stops the run; end this process at a second one."""

@@ -32,7 +32,7 @@ from scripts import reading
 SILENT_S = 900.0
 SORTS = ("run", "best", "loss", "seen")
 COLUMNS = tuple("run state epoch step saved loss best speed left mirror host job seen why".split())
-LEAST = "host speed step job seen loss epoch left saved mirror best".split()  # left out where there is no room
+LEAST = "host speed job seen loss epoch left step saved mirror best".split()  # left out where there is no room
 LONGEST = 120  # characters of why
 NAME = 28  # characters of a run's name for which columns are left out
 
@@ -135,7 +135,7 @@ def read_row(folder: Path) -> dict[str, str]:
         "state": found,
         "epoch": epoch,
         "step": step,
-        "saved": last_save(folder) if found in ("running", "silent", "lost") else "",
+        "saved": last_save(folder) if found != "finished" else "",
         "loss": short(figures.get("train/loss", unlogged(saved))),
         "best": f"{top['metric']} {short(top['value'])}" if top else "",
         "score": str(float(top["score"])) if top else "",  # for sorting: higher is better

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,7 +120,7 @@ def find_index(data: str, cache_dir: str | None, split: str, shards: list[str], 
     about = [*store.map(functools.partial(name_and_version, store=store), shards)]
     root = root_of(data)
     place = (root if is_url(data) else os.path.realpath(root)) if cache_dir else ""  # others may have theirs there
-    key = hashlib.sha256(repr((about, place, "samples")).encode()).hexdigest()[:16]  # not of images, as before
+    key = hashlib.sha256(repr((about, place, "samples")).encode()).hexdigest()[:16]  # other rows need another name
     file = Path(cache_dir or root) / "index" / f"{split}_{key}.npy"
     if not file.exists():  # its folder may be writable for others only
         make_index(file, shards, split, data, store)
@@ -276,37 +276,68 @@ def usage_errors(shard: str) -> Iterator[None]:
 
 
 def find_samples(shard: str, file: BinaryIO) -> list[tuple[int, int, int]]:
-    """Return offset, size and class of each sample in a shard, in its order.
+    """Return offset, size and class (or -1) of each sample in a shard, in its order.
 
-    They are images, or, in a shard without images and classes, whatever files have a name in common. Files of a
-    sample that do not lie together are left out, but for the image. Raises UsageError, OSError, or, as tarfile does,
-    TarError, EOFError, OverflowError or ValueError.
+    Raises UsageError, OSError, or, as tarfile does, TarError, EOFError, OverflowError or ValueError.
     """
-    samples: dict[str, dict[str, Any]] = defaultdict(dict)
+    places: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)  # of the files, by the sample's name and kind
+    labels: dict[str, bytes] = {}
+    pieces: Counter[str] = Counter()  # of samples whose files lie together: 1
+    before = None
     with tarfile.open(fileobj=file, mode="r:") as tar:
         while member := tar.next():
             tar.members = []  # or all of them stay in memory
-            name = member.name.rpartition("/")[2]
-            if is_debris(name) or member.isdir():
+            if not (named := name_of_member(member)):
                 continue
-            ending = name.partition(".")[2]
-            kind, key = kind_of(ending), member.name.removesuffix(f".{ending}")
+            key, ending = named
+            kind = kind_of(ending)
             if not member.isreg() or member.issparse():
+                if kind not in ("image", "cls"):
+                    continue
                 raise UsageError(f"{shard}: {one_line(member.name)} is a link or a sparse file: store it as it is")
-            sample = samples[key]
-            if kind in sample:
-                raise UsageError(f"{shard}: two files are the {kind} of {one_line(key)}")
-            sample[kind] = member.offset, end_of(member)
+            if kind in places[key]:
+                hint = ": a mask may be called NAME.mask.png" if kind == "image" else ""
+                raise UsageError(f"{shard}: two files are the {kind} of {one_line(key)}{hint}")
+            places[key][kind] = member.offset, end_of(member)
+            pieces[key] += key != before
+            before = key
             if kind == "cls":  # read while a URL's reader is here
                 file.seek(member.offset_data)
-                sample["class"] = file.read(min(member.size, 21))
+                labels[key] = file.read(min(member.size, 21))
         check_end(file, tar.offset)
-    chosen = {key: sample for key, sample in samples.items() if sample.keys() & {"image", "cls"}} or samples
-    return [(*place_of(shard, key, sample), label_of(shard, key, sample, chosen)) for key, sample in chosen.items()]
+    chosen = choose_samples(shard, places)
+    return [
+        (*span_of(shard, key, places[key], pieces[key] == 1), label_of(shard, key, labels.get(key))) for key in chosen
+    ]
+
+
+def choose_samples(shard: str, places: dict[str, dict[str, tuple[int, int]]]) -> list[str]:
+    """Return the names of the samples. Raises UsageError if some of them lack an image or a class.
+
+    They are those with an image or a class. Where none has a class, they are those with a kind of file that samples
+    with an image have; where none has either, all.
+    """
+    with_image = [one for one in places.values() if "image" in one]
+    kinds = {"image", "cls"} if any("cls" in one for one in places.values()) else {*itertools.chain(*with_image)}
+    chosen = {key: one for key, one in places.items() if one.keys() & kinds or not kinds}
+    for kind in ("image", "cls"):
+        lacking = [key for key, one in chosen.items() if kind not in one]
+        if 0 < len(lacking) < len(chosen) or (lacking and kind == "cls" in kinds and not with_image):
+            raise UsageError(f"{shard}: {one_line(lacking[0])} has no {kind} ({len(lacking)} such samples)")
+    return [*chosen]
+
+
+def name_of_member(member: tarfile.TarInfo) -> tuple[str, str] | None:
+    """Return the name of the sample that a file belongs to, and its ending, in lower case; None for other files."""
+    name = member.name.rpartition("/")[2]
+    ending = name.partition(".")[2]
+    if not ending or is_debris(name) or member.isdir():
+        return None
+    return member.name.removesuffix(f".{ending}"), ending.lower()
 
 
 def kind_of(ending: str) -> str:
-    return "image" if ending.lower() in IMAGES else ending.lower()
+    return "image" if ending in IMAGES else ending
 
 
 def end_of(member: tarfile.TarInfo) -> int:
@@ -314,25 +345,22 @@ def end_of(member: tarfile.TarInfo) -> int:
     return member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def place_of(shard: str, key: str, sample: dict[str, Any]) -> tuple[int, int]:
-    """Return where a sample's files begin, and their size; those of the image if others lie between them."""
-    places = sorted(place for kind, place in sample.items() if kind != "class")
-    if any(end != begin for (_, end), (begin, _) in itertools.pairwise(places)) and "image" in sample:
-        places = [sample["image"]]
-    size = places[-1][1] - places[0][0]
-    if size >= 1 << 32:
-        raise UsageError(f"{shard}: the files of {one_line(key)} have {size:,} bytes: no sample has 4 GB")
-    return places[0][0], size
+def span_of(shard: str, key: str, places: dict[str, tuple[int, int]], together: bool) -> tuple[int, int]:
+    """Return where a sample's files begin, and their size; those of the image alone if they do not lie `together`."""
+    if not together and "image" not in places:
+        hint = "tar --sort=name makes shards whose samples do"
+        raise UsageError(f"{shard}: the files of {one_line(key)} do not lie together: {hint}")
+    used = places.values() if together else [places["image"]]
+    begin, end = min(begin for begin, _ in used), max(end for _, end in used)
+    if end - begin >= 1 << 32:
+        raise UsageError(f"{shard}: the files of {one_line(key)} have {end - begin:,} bytes: no sample has 4 GB")
+    return begin, end - begin
 
 
-def label_of(shard: str, key: str, sample: dict[str, Any], samples: dict[str, dict[str, Any]]) -> int:
-    """Return the class of a sample, -1 if none in the shard has one."""
-    for kind in ("image", "cls"):
-        if kind not in sample and (found := sum(kind in one for one in samples.values())):
-            raise UsageError(f"{shard}: {one_line(key)} has no {kind} ({len(samples) - found} such samples)")
-    if "class" not in sample:
+def label_of(shard: str, key: str, text: bytes | None) -> int:
+    """Return the class that a sample's file says, -1 without one."""
+    if text is None:
         return -1
-    text = sample["class"]
     if len(text) > 20 or not text.strip().isdigit():
         raise UsageError(f"{shard}: the class of {one_line(key)} is no number from 0: {text!r}")
     if int(text) >= MOST_CLASSES:
@@ -350,20 +378,33 @@ def check_end(file: BinaryIO, offset: int) -> None:
             raise tarfile.ReadError(f"it goes on after its end at byte {offset:,}: tar -A joins shards, cat does not")
 
 
-def read_files(data: bytes, shard: str) -> tuple[str, dict[str, bytes]]:
-    """Return the shard and the name of a sample, and its files by their endings, from the bytes at its place.
+class Files(dict):
+    """The files of a sample by their endings, as bytes."""
 
-    Raises UsageError if these are not whole files.
+    name = ""  # the shard, and the sample's name in it
+
+    def __missing__(self, ending: str) -> bytes:
+        """Raise UsageError, which names the sample."""
+        hint = "; files of a sample with an image that do not lie together are left out (tar --sort=name)"
+        raise UsageError(f"{self.name} has no {ending} (it has {', '.join(self)}){hint if len(self) == 1 else ''}")
+
+
+def read_files(data: bytes, shard: str) -> tuple[str, Files]:
+    """Return the shard and the name of a sample, and its files, from the bytes at its place.
+
+    Raises UsageError if these are not whole files of one sample.
     """
-    key, found, end = "", {}, 0
+    keys, found, end = set(), Files(), 0
     with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
-            ending = member.name.rpartition("/")[2].partition(".")[2]
-            key, end = member.name.removesuffix(f".{ending}"), end_of(member)
-            found[ending] = data[member.offset_data : member.offset_data + member.size]
-    if end != len(data):
+            end = end_of(member)
+            if (named := name_of_member(member)) and member.isreg():
+                keys.add(named[0])
+                found[named[1]] = data[member.offset_data : member.offset_data + member.size]
+    if end != len(data) or len(keys) != 1:
         raise UsageError(f"{shard}: changed since its index was written: start the run again")
-    return one_line(f"{name_of(shard)}/{key}"), found
+    found.name = one_line(f"{name_of(shard)}/{keys.pop()}")
+    return found.name, found
 
 
 def class_names(data: str, store: Any) -> list[str]:

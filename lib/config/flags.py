@@ -141,12 +141,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare the weights", on_resume="forget")
     add("-check_data", SWITCH, "open all samples, and list those that cannot be read", on_resume="forget")
-    add(
-        "-restarts",
-        COUNT_OR_0,
-        "start again, up to N times, after a process was killed (not under torchrun or Slurm)",
-        0,
-    )
+    again = "start again, up to N times, after a rank was killed"
+    add("-restarts", COUNT_OR_0, again, 0, on_resume="forget")
     add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes", 10.0)
 
     group("machine", "allow")

@@ -31,16 +31,16 @@ def describe(args) -> dict[str, int]:
     return {"num_classes": len(found["classes"]) or int(train["label"].max()) + 1}
 
 
-def get_dataset(args, kind=None) -> dict[str, Dataset]:
+def get_dataset(args, dataset_class=None) -> dict[str, Dataset]:
     """Return images (channels, image_size, image_size), uint8, and class numbers, as -dataset folder does.
 
-    With a subclass of Shards as the `kind`, what its __getitem__ gives; samples then need no class. Raises UsageError
-    naming what is missing or damaged: a shard, an image, a class, classes.txt or the index.
+    With a subclass of Shards as `dataset_class`, what its __getitem__ gives; samples then need no class. Raises
+    UsageError naming what is missing or damaged: a shard, an image, a class, classes.txt or the index.
     """
     found = tar_index.find(args.data, args.cache_dir)
     names = found["classes"] or [str(number) for number in range(args.num_classes)]
-    index = tar_index.open_index(found, with_classes=kind is None)
-    return {split: (kind or Shards)(args, split, names, *parts) for split, parts in index.items()}
+    index = tar_index.open_index(found, with_classes=dataset_class is None)
+    return {split: (dataset_class or Shards)(args, split, names, *parts) for split, parts in index.items()}
 
 
 class Shards(folder.Images):
@@ -58,7 +58,7 @@ class Shards(folder.Images):
     def __getitem__(self, index):
         """Return the image as a tensor, and its class number. Raises UsageError naming a file that is no image."""
         name, files = self.read(index)
-        ending = next(one for one in files if tar_index.kind_of(one) == "image")
+        ending = next((one for one in files if tar_index.kind_of(one) == "image"), "jpg")
         return photos.read(f"{name}.{ending}", self.to_tensor, files[ending]), int(self.labels[index])
 
     def sample_name(self, index: int) -> str:

@@ -129,7 +129,7 @@ class Joined:
     def __getitem__(self, places: slice) -> np.ndarray:
         begin, end, _ = places.indices(len(self))
         first, last = np.searchsorted(self.ends, [begin, end - 1], "right")
-        used = [*zip(self.parts, self.begins)][first : last + 1]
+        used = [(self.parts[number], self.begins[number]) for number in range(first, last + 1)]
         return np.concatenate([part[max(0, begin - place) : end - place] for part, place in used])
 
 
@@ -180,12 +180,12 @@ def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, check
         raise UsageError(f"{file} is a link to nothing, or no regular file")
     first, offset = np.fromfile(file, "<i4", 3).tolist(), 0
     kind = np.dtype(meta.get("type", "uint16" if vocabulary <= 1 << 16 else "uint32"))
-    if len(first) == 3 and first[0] in LLM_C:
+    if not is_certain and len(first) == 3 and first[0] in LLM_C:
         kind, offset, is_certain = np.dtype(LLM_C[first[0]]), LLM_C_BYTES, True
     hint = f"write the tokens alone: numpy.asarray(tokens, '{kind}').tofile('{file.name}')"
     size = file.stat().st_size
     if offset and size != offset + first[2] * kind.itemsize:
-        raise UsageError(f"{file}: cut off: its header says {first[2]:,} tokens")
+        raise UsageError(f"{file}: {size:,} bytes, and its header says {first[2]:,} tokens of {kind}: copy it again")
     if size % kind.itemsize or size <= offset:
         raise UsageError(f"{file}: {size:,} bytes are no tokens of {kind}, {kind.itemsize} bytes each; {hint}")
     tokens = np.memmap(file, kind, "r", offset)

@@ -95,11 +95,10 @@ def start_processes(args: Args, target: str, count: int, run_id: str) -> int:
     arguments = (variables, target, args, print_lock)
     started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
     with forward_signals(started.processes) as forwarded:
-        store = TCPStore(host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        # The children need it until the end.
+        _store = TCPStore(host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         grace_s = args.grace_s if args.cpu or not torch.accelerator.is_available() else SHUTDOWN_S
-        code = watch(started.processes, forwarded, print_lock, run_folder.path_of(args), grace_s)
-        del store  # the children need it until here
-    return code
+        return watch(started.processes, forwarded, print_lock, run_folder.path_of(args), grace_s)
 
 
 def run_child(rank: int, variables: dict[str, str], target: str, args: Args, print_lock: Lock) -> None:
@@ -152,7 +151,8 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, f
     code = codes[rank] or FAILED
     how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
     trains = run_folder.read_json(folder / "outcome.json").get("pid") in [child.pid for child in children]
-    message = f"rank {rank} {how}; the others {'save what is done, and end' if trains else 'are ended'}"
+    message = f"rank {rank} {how}"
+    message += f"; the others {'save what is done, and end' if trains else 'are ended'}" if len(children) > 1 else ""
     if -code in forwarded:
         code, message = STOPPED, signals.OUTSIDE.format(signal.Signals(-code).name)
     if code != USAGE:  # the child has printed what is wrong
@@ -164,9 +164,9 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, f
 
 
 def failed_rank(codes: list[int | None]) -> int | None:
-    """Return the rank whose failure explains the others, None if there is none."""
-    failed = [rank for rank, code in enumerate(codes) if code not in (None, FINISHED, STOPPED)]
-    return min(failed, key=lambda rank: codes[rank] == -signal.SIGABRT, default=None)  # so ends one that lost a peer
+    """Return the rank whose failure explains the others, None for none: a killed one, not one that lost it."""
+    failed = {rank: code for rank, code in enumerate(codes) if code not in (None, FINISHED, STOPPED)}
+    return min(failed, key=lambda rank: (failed[rank] == -signal.SIGABRT, failed[rank] > 0), default=None)
 
 
 @contextlib.contextmanager

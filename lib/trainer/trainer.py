@@ -319,8 +319,8 @@ class Trainer:
         if every == "auto":
             if not (self.stop.voted and self.checkpoints.is_late()):
                 return self.is_due("1epoch")
-            self.read_losses()
-            return self.is_due("1epoch") or not self.state.bad_row  # else the weights may be NaN already
+            self.read_losses()  # after a bad step the weights may be NaN
+            return self.is_due("1epoch") or not distributed.all_reduce_max([self.state.bad_row], self.world)[0]
         number = int(re.sub(r"\D", "", every))  # epochs if there is no unit
         if "minute" in every:
             return self.stop.voted and self.checkpoints.is_late(number)

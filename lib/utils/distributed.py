@@ -74,7 +74,7 @@ def join(args: Namespace) -> Iterator[World]:
 
 
 def place() -> World:
-    """Return this process's place, as the environment says; lib.launch has checked that these are numbers."""
+    """Return this process's place, as the environment says."""
     return World(
         rank=int(os.environ.get("RANK", 0)),
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),

@@ -98,7 +98,7 @@ def acquire(args: Args, world: World, job: str | None = None) -> Iterator[RunFol
     folder = RunFolder(args, world)
     try:
         folder.lock(job)
-        if args.reset and world.is_main and not is_reset_due(args, world):
+        if args.reset and world.is_main and not (args.restarts or is_reset_due(args, world)):
             remedy = "a new command needs another --rdzv_id (RUN_ID of elastic.sh)"
             log.warning("-reset is not repeated: launch %s has begun this run already; %s", world.launch, remedy)
         with no_exit():

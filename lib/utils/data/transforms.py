@@ -24,9 +24,9 @@ class Pixels:
     def __call__(self, batch: tuple, draws: Tensor) -> tuple:
         """Return the batch with its images (B, C, H, W) changed by draws in [0, 1), a row for each image."""
         images, *others = batch
-        if images.dtype != torch.uint8:
+        if (kind := getattr(images, "dtype", type(images))) != torch.uint8:
             raise UsageError(
-                f"the dataset's on_device takes uint8 images, not {images.dtype}: set self.on_device = None"
+                f"on_device takes (uint8 images, ...), not {kind}: let the dataset set self.on_device = None"
             )
         if self.mirror:
             images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images.flip(3), images)

@@ -310,11 +310,3 @@ def test_a_dataset_knows_its_epoch_and_on_device_draws_the_same_on_any_number_of
         found.append(torch.cat(rows))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert found[0][:, 0].tolist() == [0] * 12 + [1] * 4 and len(found[0][:, 3].unique()) == 16
-
-
-def test_samples_of_different_indices_epochs_or_seeds_differ():
-    runs = itertools.product((0, 1, 2**40), (0, 1, 2))
-    rows = [row for seed, epoch in runs for row in random_samples(DRAWN, epoch, seed=seed).values()]
-    assert len(rows) == 270
-    for column in zip(*rows, strict=True):
-        assert len({*column}) == 270

@@ -87,8 +87,6 @@ def test_each_sample_is_what_its_files_say(shards):
 
 
 class Notes(tar.Shards):
-    """Samples without an image: a class in a .json, numbers in a .npy, and a text."""
-
     def __init__(self, *parts):
         super().__init__(*parts)
         self.on_device = None
@@ -115,16 +113,25 @@ def test_a_dataset_of_ones_own_takes_other_files_of_a_sample(tmp_path):
     assert not hasattr(found["train"], "fingerprint"), "three samples are read, which shows whether they change"
     with pytest.raises(UsageError, match=r"samples of train have no class, in NAME.cls; a dataset of your own"):
         dataset(tmp_path)
+    write(tmp_path / "train-0.tar", {"0.cls": b"0", "0.txt": b""})
+    with pytest.raises(UsageError, match=r"train-0.tar/0 has no jpg .it has cls, txt."):
+        dataset(tmp_path)["train"][0]
 
 
-def test_files_of_a_sample_that_do_not_lie_together_are_left_out_but_for_the_image(tmp_path):
-    there = pairs(4)
-    endings = [name for end in (".jpg", ".cls") for name in there if name.endswith(end)]
-    write(tmp_path / "train-0.tar", {name: there[name] for name in endings})
-    write(tmp_path / "val-0.tar", there)
-    parts = dataset(tmp_path, "-augment", "no")
-    assert all(torch.equal(one[0], other[0]) and one[1] == other[1] for one, other in zip(*parts.values()))
-    assert [len(part.read(1)[1]) for part in parts.values()] == [1, 2]
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("0.txt 1.txt 0.npy 1.npy", "the files of 0 do not lie together"),
+        ("0.jpg 0.txt 1.txt", "1 has no image .1 such samples"),
+        ("0.TXT ._0.npy 0.json README", "train-0.tar/0 has no npy .it has txt, json."),
+        ("0.txt 0.class 0.json", "train-0.tar/0 has no npy .it has txt, class, json."),
+        ("0.jpg 1.jpg 0.npy 1.npy", "train-0.tar/0 has no npy .it has jpg.; files of a sample .* lie together"),
+    ],
+)
+def test_what_a_sample_of_ones_own_lacks_is_said(names, message, tmp_path):
+    write(tmp_path / "train-0.tar", dict.fromkeys(names.split(), b"x"))
+    with pytest.raises(UsageError, match=message):
+        tar.get_dataset(config.parse_args(["-data", str(tmp_path)]), Notes)["train"][0]
 
 
 def test_shards_may_be_named_by_a_pattern(shards, tmp_path):

@@ -71,7 +71,7 @@ def test_files_of_llm_c_are_read_behind_their_header(folder, magic, kind):
     assert splits_of(folder, "-num_classes", "1000")["train"].tokens.tolist() == tokens.tolist()
     for size in (1024, file.stat().st_size - 4):
         os.truncate(file, size)
-        assert "train.bin: cut off: its header says 1,000 tokens" in refusal(folder)
+        assert f"train.bin: {size:,} bytes, and its header says 1,000 tokens" in refusal(folder)
 
 
 @pytest.mark.parametrize("place", [0, 500, 999])

@@ -1,11 +1,13 @@
 """Images are changed on the device by random numbers that depend only on seed, epoch and index."""
 
+import pytest
 import tiny_data
 import torch
 
 from lib import config
 from lib.dataset import folder
 from lib.utils.data.transforms import Pixels
+from lib.utils.errors import UsageError
 
 
 def test_half_of_the_images_are_mirrored_and_all_are_normalized():
@@ -20,6 +22,9 @@ def test_half_of_the_images_are_mirrored_and_all_are_normalized():
     assert torch.allclose(got[~mirrored], wanted[~mirrored], atol=1e-5)
     still, _ = Pixels((0.0,), (1 / 255,))((images, labels), draws)
     assert torch.allclose(still, images.float(), atol=1e-4)
+    for other in ((still, labels), {"image": images}):
+        with pytest.raises(UsageError, match=r"on_device takes .uint8 images, ...., not"):
+            Pixels((0.0,), (1.0,))(other, draws)
 
 
 def test_images_are_loaded_as_bytes_and_only_training_images_are_augmented(tmp_path):

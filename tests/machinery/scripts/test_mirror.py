@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -105,9 +106,8 @@ def test_a_newer_start_loses_nothing_at_whatever_instant_it_claims_the_place(cop
 def test_a_url_is_refused_before_anything_is_written():
     for url in (f"s3://me:{SECRET}@bucket", f"s3://me:a/{SECRET}@bucket/x", f"https://host/x?sig={SECRET}"):
         assert "credentials" in refusal(f"-mirror {url}") and SECRET not in refusal(f"-mirror {url}")
-    assert "a URL of a folder" in refusal("-mirror file://x") and "that is -out" in refusal(
-        "-out /a -mirror file:///a/"
-    )
+    assert "a URL of a folder" in refusal("-mirror file://x")
+    assert "that is -out" in refusal("-out /a -mirror file:///a/")
     assert "Install adlfs" in usage_error(mirror.Place, "abfs://container/runs", NAME)
     assert "Protocol not known: s4" in usage_error(mirror.Place, "s4://bucket", NAME)
 
@@ -116,9 +116,9 @@ COPIER = "import os, sys, time; run = os.getppid(); sys.stdin.read()\n"
 BEATS = "[(os.write(0, b'.'), time.sleep(0.1)) for _ in range(20)]"
 WAITS = {  # what the process that copies does at the run's end: what the run says, with -grace_s 0.5
     BEATS: "",
-    "time.sleep(60)": "nothing moved for 0.6 s",
+    "time.sleep(60)": "RuntimeError.*nothing moved for 0.6 s",
     f"os.kill(run, 15)\nfor _ in range(30): {BEATS}": "-grace_s 0.5 is over",
-    "os.kill(os.getpid(), 9)": "ended with -9",
+    "os.kill(os.getpid(), 9)": "RuntimeError.*ended with -9",
 }
 
 
@@ -129,14 +129,17 @@ def close_while(does: str, grace_s: float) -> int:
     one.begun, (one.socket, theirs) = True, socket.socketpair()
     with theirs:
         one.process = subprocess.Popen([sys.executable, "-c", COPIER + does], stdin=theirs.fileno())
-    one.close(None, None, None)
+    try:
+        one.close(None, None, None)
+    except RuntimeError as error:
+        mirror.log.error(repr(error))
     one.process.kill()
     return one.process.wait()
 
 
 @pytest.mark.parametrize("does", WAITS)
 def test_a_run_waits_for_its_last_copy_as_long_as_bytes_move(caplog, does):
-    assert close_while(does, 0.5) == (-9 if WAITS[does] else 0) and WAITS[does] in caplog.text
+    assert close_while(does, 0.5) == (-9 if WAITS[does] else 0) and re.search(WAITS[does], caplog.text)
 
 
 def test_a_second_signal_ends_a_run_that_waits_for_its_last_copy():
