@@ -197,7 +197,9 @@ def check(model: nn.Module, inputs: Tensor, program: Callable):
         if [one.shape for one in found] != [one.shape for one in wanted]:
             raise UsageError(f"what was exported gives other shapes than the model for inputs of {shape}")
         for one, other in zip(found, wanted):
-            if not torch.allclose(one.to(other.dtype), other, rtol=1e-3, atol=1e-3 * float(other.abs().max())):
+            if not torch.allclose(
+                one.to(other.dtype), other, rtol=1e-3, atol=1e-3 * float(other.detach().abs().max())
+            ):
                 raise UsageError(f"what was exported gives other values than the model for inputs of {shape}")
 
 

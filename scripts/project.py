@@ -56,7 +56,7 @@ PARTS = {
     "plugins": Part(
         "more models, data and trainers than the defaults (photos, texts, ResNet, GPT, EMA), and tests that use them",
         "lib/arch/mlp.py lib/arch/resnet.py lib/arch/gpt.py lib/dataset/fake.py lib/dataset/folder.py "
-        "lib/dataset/tar.py lib/dataset/tokens.py lib/trainer/ema.py lib/utils/data/transforms.py scripts/pack.py "
+        "lib/dataset/tar.py lib/dataset/tokens.py lib/trainer/ema.py scripts/pack.py "
         "scripts/tar_index.py scripts/remote.py scripts/make_*.py scripts/recipes/[gir]* tests/command_line.py "
         "tests/saves.py "
         "tests/test_config.py tests/test_datasets.py tests/test_plugin_flags.py tests/test_resume.py "
@@ -74,6 +74,7 @@ PARTS = {
     "bench": Part("benchmarks", "scripts/bench/* docs/benchmarks.md", packages="bench", default=False),
 }
 SHARED = {  # files that are left out with the last of these parts
+    "lib/utils/data/transforms.py": "plugins export",
     "scripts/agent.py": "slurm elastic kubernetes tools",
     "scripts/elastic.sh": "elastic kubernetes",
     "scripts/other_weights.py": "tools export",

@@ -214,7 +214,7 @@ class QuitsInAStep(Trainer):
 def test_a_plugin_that_calls_sys_exit_fails_the_run(kind, quits, flags, call, tmp_path, capfd):
     with runs.plugins(**{kind: {"quits": quits}}):
         try:
-            code = train.main(f"-arch mlp -{kind} quits {flags} -model run -out {tmp_path}".split())
+            code = train.main(f"-{kind} quits {flags} -model run -out {tmp_path}".split())
             message = capfd.readouterr().err
         except RuntimeError as error:  # with one process the error is raised here
             code, message = 1, str(error)

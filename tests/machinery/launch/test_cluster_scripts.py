@@ -149,6 +149,7 @@ def test_an_error_of_sbatch_is_reported_in_one_line(project, monkeypatch, capsys
     assert capsys.readouterr().err == f"train.py: -slurm: sbatch refused the job: {error}\n"
     assert train.main(["-slurm", "-gpus", "0", "-out", str(project / "out")]) == 2
     assert "-gpus 0 with -slurm: Slurm says which GPUs" in capsys.readouterr().err
+    assert train.main(["-slurm", "-restarts", "2"]) == 2
 
 
 def test_a_job_folder_is_private_if_baton_creates_it(project, monkeypatch):
