@@ -12,7 +12,7 @@ mirror.py        -mirror: copies a run to a store as S3, and fetches it
 plot.py          the curves of runs
 compare.py       two runs or checkpoints, tensor by tensor
 predict.py       a run's predictions for images and texts
-export.py        the weights of a run as one file
+export.py        the weights of a run as one file; preprocessing.py: images of bytes for it
 new.py           a new model, dataset or trainer, a project of your own, or its update
 update.py        merges a later version of the template into a project
 project.py       what a project gets, and which parts it may leave out

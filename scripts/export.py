@@ -4,15 +4,23 @@ Takes the best weights, the final ones or any checkpoint, in however many shards
 Of a checkpoint only the model is read, not the optimizer's state.
 
 onnx and torchexport take batches of any size, and rows of tokens of any length. What was written is run on three
-shapes, and must give the model's own outputs. Classes, image size, mean and deviation are in the file (ONNX: metadata
-properties; torch.export: metadata.json among its extra files).
+shapes, and must give the model's own outputs, or no file is left. Metadata of the file (of ONNX: properties; of
+torch.export: metadata.json among its extra files) has the input's type and shape, the classes, and of images how
+get_transform prepares them: a square in the centre, of `crop` times the shorter side (null: the whole image), resized
+to `image_size`. From its pixels, from 0 to 1, `mean` is subtracted; the rest is divided by `deviation`.
 """
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
+import logging
 import sys
-from collections.abc import Callable
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +31,7 @@ from torch.utils import _pytree as pytree
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import plugins
+from lib.config.types import whole
 from lib.core import loss
 from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
 from lib.utils.data import loader
@@ -31,10 +40,13 @@ from lib.utils.data.plan import Plan
 from lib.utils.data.transforms import Pixels
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError, printable
-from scripts import other_weights
+from scripts import other_weights, preprocessing
 
 BATCHES = (1, 3, 7)  # on which an exported model is compared with the run's
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
+MOST_BYTES = 2**31  # of an ONNX file, which is a protobuf
+PHOTO = (48, 64)  # height and width of an image to begin with, where any are allowed
+FIXED = "-fixed N exports it for N inputs of one shape"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,22 +65,34 @@ def main(argv: list[str] | None = None) -> int:
         "-shape", type=numbers, metavar="C,H,W", help="of one input, for onnx and torchexport (a sample's)"
     )
     parser.add_argument(
-        "-pixels",
+        "-fixed", type=whole(1), metavar="N", help="the exported model takes N inputs of this shape, and no others"
+    )
+    parser.add_argument(
+        "-pixels", action="store_true", help="the exported model takes images of bytes, and normalizes them"
+    )
+    parser.add_argument(
+        "-resize",
         action="store_true",
-        help="the exported model takes bytes, as the dataset gives them, and normalizes",
+        help="as -pixels, of any height and width: it crops and resizes them as get_transform does",
     )
     options = parser.parse_args(argv)
     ending, write = FORMATS[options.format]
+    given = [name for name in ("shape", "fixed", "pixels", "resize") if getattr(options, name)]
     file = options.o or options.run / f"{options.run.resolve().name}{ending}"
     try:
+        if given and options.format not in ("onnx", "torchexport"):
+            raise UsageError(f"-{given[0]} is for -format onnx and torchexport")
+        if options.fixed and options.resize:
+            raise UsageError("-fixed and -resize: the one takes no other size, the other any")
         source = place(options.run, options.source)
         tensors = read(source)
         with atomic.new_version(file) as partial:
-            write(options, tensors, partial)
+            takes = write(options, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
         parser.exit(2, printable(f"export.py: {error}\n"))
     size = sum(one.nbytes for one in tensors.values())
-    print(printable(f"{file}: {len(tensors)} tensors, {size:,} bytes, from {source}"))
+    more = f"; it takes {takes}" if takes else ""
+    print(printable(f"{file}: {len(tensors)} tensors, {size:,} bytes, from {source}{more}"))
     return 0
 
 
@@ -110,102 +134,155 @@ def to_torch(options, tensors: dict, file: Path):
     torch.save(built(options, tensors).state_dict(), file)
 
 
-def to_torchexport(options, tensors: dict, file: Path):
-    model, inputs, facts = prepared(options, tensors)
-    program = exported(lambda shapes: torch.export.export(model, (inputs,), dynamic_shapes=shapes), inputs)
+def to_torchexport(options, tensors: dict, file: Path) -> str:
+    made = prepared(options, tensors)
+    program = exported(export_program, made)
     with file.open("wb") as stream:
-        torch.export.save(program, stream, extra_files={"metadata.json": json.dumps(facts)})
-    check(model, inputs, torch.export.load(file).module())
+        torch.export.save(program, stream, extra_files={"metadata.json": json.dumps(made.facts)})
+    with file.open("rb") as stream:
+        check(made, torch.export.load(stream).module())
+    return made.facts["input"]
 
 
-def to_onnx(options, tensors: dict, file: Path):
+def export_program(model: nn.Module, inputs: tuple, shapes: tuple | None):
+    any_size = torch.export.Dim.AUTO
+    return torch.export.export(
+        model, inputs, dynamic_shapes=shapes and tuple(dict.fromkeys(one, any_size) for one in shapes)
+    )
+
+
+def to_onnx(options, tensors: dict, file: Path) -> str:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"-format onnx needs {' and '.join(missing)}: uv pip install -r pyproject.toml --group export"
         )
+    if (size := sum(one.nbytes for one in tensors.values())) >= MOST_BYTES:
+        raise UsageError(f"-format onnx: a file has less than 2 GiB, the weights {size:,} bytes: take torchexport")
     import onnx
     import onnxruntime
 
-    model, inputs, facts = prepared(options, tensors)
-    names = {"input_names": ["input"], "output_names": ["output"], "verbose": False}
-    program = exported(lambda shapes: torch.onnx.export(model, (inputs,), dynamic_shapes=shapes, **names), inputs)
-    proto = program.model_proto
-    onnx.helper.set_model_props(proto, {name: json.dumps(fact) for name, fact in facts.items()})
+    made = prepared(options, tensors)
+    proto = exported(export_onnx, made).model_proto
+    onnx.helper.set_model_props(proto, {name: json.dumps(fact) for name, fact in made.facts.items()})
     onnx.save(proto, file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    check(model, inputs, lambda values: [*map(torch.from_numpy, session.run(None, {"input": values.numpy()}))])
+    check(made, lambda values: [*map(torch.from_numpy, session.run(None, {"input": values.numpy()}))])
+    return made.facts["input"]
 
 
-def prepared(options, tensors: dict) -> tuple[nn.Module, Tensor, dict]:
-    """The model to export, two inputs of it, and the facts that go into the file."""
-    model, args = built(options, tensors), config_of(options)
+def export_onnx(model: nn.Module, inputs: tuple, shapes: tuple | None):
+    names = {"input_names": ["input"], "output_names": ["output"], "verbose": False}
+    return torch.onnx.export(model, inputs, dynamic_shapes=shapes, **names)
+
+
+@dataclass(frozen=True)
+class Exportable:
+    """A model, inputs of it, the names of their dimensions that may have other sizes, and facts for the file."""
+
+    model: nn.Module
+    inputs: Tensor
+    names: dict[int, str]
+    facts: dict
+
+
+def prepared(options, tensors: dict) -> Exportable:
+    """Return what is exported. Raises UsageError if the dataset does not prepare images as it is wanted."""
+    model, args = state.unwrap(built(options, tensors)), config_of(options)
     inputs, pixels = example(options, model)
     about = yaml.safe_load((options.run / "config.yaml").read_text())["about"]
     facts = {"run": args.model, "arch": args.arch, "dataset": args.dataset, "classes": about.get("classes", [])}
+    names = {0: "batch", 1: "length"} if inputs.ndim == 2 and inputs.dtype == torch.int64 else {0: "batch"}
+    found = preprocessing.find(args, pixels) if inputs.ndim == 4 else None
     if inputs.ndim == 4:
         facts |= {"image_size": args.image_size, "channels": args.channels}
+    if found:
+        facts["crop"], pixels = found.crop, found.pixels
     if pixels:
-        facts |= {"mean": pixels.mean, "deviation": pixels.deviation}  # of pixels from 0 to 1
-    if options.pixels:
+        facts |= {"mean": pixels.mean, "deviation": pixels.deviation}
+    if options.pixels or options.resize:
+        if options.resize and not found:
+            raise UsageError(
+                f"-resize: -dataset {args.dataset} has no get_transform that crops a centre, resizes and normalizes: "
+                f"take -pixels"
+            )
         if not pixels:
-            raise UsageError(f"-pixels: -dataset {args.dataset} normalizes no bytes by a Pixels as its on_device")
-        model, inputs = Normalizing(model, pixels), torch.zeros(inputs.shape, dtype=torch.uint8)
-    return model, inputs, facts
+            raise UsageError(
+                f"-pixels: -dataset {args.dataset} does not normalize bytes: see Pixels in lib/utils/data"
+            )
+        model = preprocessing.FromBytes(model, pixels, found if options.resize else None, args.image_size).eval()
+        shape = (2, args.channels, *PHOTO) if options.resize else inputs.shape
+        inputs = torch.randint(256, shape, dtype=torch.uint8)
+        names |= {2: "height", 3: "width"} if options.resize else {}
+    if options.fixed:
+        inputs, names = inputs[:1].repeat(options.fixed, *[1] * (inputs.ndim - 1)), {}
+    sizes = ", ".join(names.get(place, str(size)) for place, size in enumerate(inputs.shape))
+    facts["input"] = f"{str(inputs.dtype).removeprefix('torch.')} ({sizes})"
+    return Exportable(model, inputs, names, facts)
 
 
-class Normalizing(nn.Module):
-    """A model that takes images of bytes."""
-
-    def __init__(self, model: nn.Module, pixels: Pixels):
-        super().__init__()
-        self.model, self.pixels = model, pixels
-
-    def forward(self, images):
-        return self.model(self.pixels.normalize(images))
-
-
-def exported(export: Callable, inputs: Tensor):
-    """Return what `export` makes, for any batch size, and for any length of rows of tokens. Raises UsageError."""
-    any_size = torch.export.Dim.AUTO
-    shapes = {0: any_size, 1: any_size} if is_rows(inputs) else {0: any_size}
+def exported(export: Callable, made: Exportable):
+    """Return what `export` makes of a model, its inputs and their sizes that may differ. Raises UsageError."""
+    shapes = (made.names,) if made.names else None
     try:
-        return export((shapes,))
+        with silence():
+            return export(made.model, (made.inputs,), shapes)
     except Exception as error:  # noqa: BLE001  # whatever torch's compiler does not take
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UsageError(
-            f"the model cannot be exported ({type(error).__name__}: {reason}); -format torch can"
-        ) from None
+        hint = f"{FIXED}; -format torch can always" if shapes else "-format torch can"
+        raise UsageError(f"the model cannot be exported ({reason_of(error)}); {hint}") from None
 
 
-def check(model: nn.Module, inputs: Tensor, program: Callable):
-    """Raise UsageError unless a program gives the model's outputs, for batches and lengths of three sizes."""
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep back the graphs and warnings that torch prints: what was exported is compared with the model."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the beginning of an error's text, or of that of its cause, in one line."""
+    while error.__cause__:
+        error = error.__cause__
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 250)
+
+
+@torch.no_grad()
+def check(made: Exportable, program: Callable):
+    """Raise UsageError unless a program gives the model's outputs, for inputs of three sizes."""
+    hint = f": {FIXED}" if made.names else ""
     for count in BATCHES:
-        values = inputs[:1].expand(count, *inputs.shape[1:])
-        if is_rows(inputs):
-            values = values[:, : max(2, inputs.shape[1] // count)]
-        if values.is_floating_point():
-            values = torch.randn(values.shape)
-        else:  # no others are known to be allowed
-            values = inputs.flatten()[torch.randint(inputs.numel(), values.shape)]
+        values = random_inputs(made, count)
         shape = tuple(values.shape)
-        wanted = [one for one in pytree.tree_leaves(model(values)) if isinstance(one, Tensor)]
+        wanted = [one for one in pytree.tree_leaves(made.model(values)) if isinstance(one, Tensor)]
         try:
-            found = pytree.tree_leaves(program(values.contiguous()))
+            found = pytree.tree_leaves(program(values))
         except Exception as error:  # noqa: BLE001  # of another library
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            raise UsageError(f"what was exported does not take inputs of {shape} ({reason})") from None
+            raise UsageError(f"what was exported takes no inputs of {shape} ({reason_of(error)}){hint}") from None
         if [one.shape for one in found] != [one.shape for one in wanted]:
-            raise UsageError(f"what was exported gives other shapes than the model for inputs of {shape}")
-        for one, other in zip(found, wanted):
-            if not torch.allclose(
-                one.to(other.dtype), other, rtol=1e-3, atol=1e-3 * float(other.detach().abs().max())
-            ):
-                raise UsageError(f"what was exported gives other values than the model for inputs of {shape}")
+            raise UsageError(f"what was exported gives other shapes than the model for inputs of {shape}{hint}")
+        if not all(map(is_close, found, wanted)):
+            raise UsageError(f"what was exported gives other values than the model for inputs of {shape}{hint}")
 
 
-def is_rows(inputs: Tensor) -> bool:
-    """Whether these are rows of tokens."""
-    return inputs.ndim == 2 and inputs.dtype == torch.int64
+def random_inputs(made: Exportable, count: int) -> Tensor:
+    """Return `count` random inputs, the smaller the more, of a fixed shape if the model has one."""
+    shape = [*made.inputs.shape]
+    for place in made.names:
+        shape[place] = count if place == 0 else max(2, shape[place] // count)
+    if made.inputs.is_floating_point():
+        return torch.randn(shape, dtype=made.inputs.dtype)
+    return made.inputs.flatten()[torch.randint(made.inputs.numel(), shape)]  # no others are known to be allowed
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are equal up to rounding, in relation to the largest finite number."""
+    one, other = one.double(), other.double()
+    largest = other[other.isfinite()].abs().max() if other.isfinite().any() else 0
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(largest), equal_nan=True)
 
 
 def config_of(options):
@@ -260,8 +337,12 @@ def example(options, model: nn.Module) -> tuple[Tensor, Pixels | None]:
 
 
 def of_shape(shape: list[int], model: nn.Module, tokens: int) -> Tensor:
-    """Two inputs of a shape: floats, or if the model takes none, token numbers. Raises UsageError."""
-    for inputs in (torch.zeros(2, *shape), torch.randint(tokens, (2, *shape))):
+    """Two inputs of a shape: floats or token numbers, whichever the model takes. Raises UsageError.
+
+    Of one dimension tokens are tried first: a layer may take floats for them, and images may be taken as integers.
+    """
+    kinds = [torch.zeros(2, *shape), torch.randint(tokens, (2, *shape))]
+    for inputs in reversed(kinds) if len(shape) == 1 else kinds:
         try:
             model(inputs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
@@ -272,7 +353,9 @@ def of_shape(shape: list[int], model: nn.Module, tokens: int) -> Tensor:
 
 
 def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    if min(shape := [int(number) for number in text.split(",")]) < 1:
+        raise ValueError
+    return shape
 
 
 def same_form(one: Tensor | None, other: Tensor | None) -> bool:

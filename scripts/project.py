@@ -45,7 +45,9 @@ PARTS = {
         "-tb, -ngrok: a run serves TensorBoard", "scripts/tensorboard_server.py", "tb ngrok ngrok_auth", "pyngrok"
     ),
     "mirror": Part("-mirror: a copy of each run at another place", "scripts/mirror.py", "mirror"),
-    "export": Part("weights as one file: ONNX, torch.export", "scripts/export.py", packages="export"),
+    "export": Part(
+        "weights as one file: ONNX, torch.export", "scripts/export.py scripts/preprocessing.py", packages="export"
+    ),
     "compat": Part("the classes of cycling_utils", "lib/utils/compat/*"),
     "recipes": Part("complete configurations", "scripts/recipes/* tests/test_recipes.py"),
     "exact": Part(

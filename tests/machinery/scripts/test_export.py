@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,9 +18,10 @@ from safetensors.torch import load_file
 from lib import config
 from lib.config import plugins
 from lib.utils.checkpoint import run_folder
+from lib.utils.data import photos
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
-from scripts import export
+from scripts import export, preprocessing
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,13 @@ CASES = {  # flags of the run, and of the export; inputs, and what the run's mod
         torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8),
         Pixels((0.5,), (0.29,)).normalize,
     ),
+    "images of any size": (
+        "",
+        "-resize",
+        torch.randint(256, (3, 1, 20, 31), dtype=torch.uint8),
+        lambda images: preprocessing.resize(images, None, 8) / 255,
+    ),
+    "three images": ("", "-fixed 3", torch.rand(3, 1, 8, 8), lambda images: images),
 }
 
 
@@ -112,14 +122,55 @@ def test_onnx_takes_tokens_and_images_of_bytes(case, tmp_path):
     session = onnxruntime.InferenceSession(folder / "small.onnx")
     [outputs] = session.run(None, {"input": inputs.numpy()})
     np.testing.assert_allclose(outputs, model_of(folder)(prepare(inputs)).detach(), rtol=1e-3, atol=1e-3)
-    assert json.loads(session.get_modelmeta().custom_metadata_map["run"]) == "small"
+    facts = {name: json.loads(fact) for name, fact in session.get_modelmeta().custom_metadata_map.items()}
+    sizes = ", ".join(map(str, session.get_inputs()[0].shape))
+    assert facts["run"] == "small" and facts["input"] == f"{str(inputs.dtype).removeprefix('torch.')} ({sizes})"
+    assert ("3" in sizes.split(",")[0]) == ("-fixed" in more) and sizes.endswith("width") == ("-resize" in more)
 
 
-def test_an_export_that_differs_from_the_model_is_refused():
-    model, inputs = torch.nn.Linear(4, 2), torch.zeros(2, 4)
-    export.check(model, inputs, model)
-    for wrong in (lambda x: model(x) + 0.1, lambda x: model(x)[:1], lambda x: model(x[:2].view(2, 4))):
-        with pytest.raises(UsageError, match="what was exported"):
-            export.check(model, inputs, wrong)
-    with pytest.raises(UsageError, match="cannot be exported"):
-        export.exported(lambda shapes: exec("raise ValueError('no\\nmore')"), inputs)
+def test_an_export_that_differs_from_the_model_is_refused_with_what_to_do(trained_run, script_error):
+    model = torch.nn.Linear(4, 2)
+    made = export.Exportable(model, torch.zeros(2, 4), {0: "batch"}, {})
+    export.check(made, model)
+    only_two = {
+        "takes no inputs of": lambda x: model(x.view(2, 4)),
+        "other shapes": lambda x: model(x)[:2],
+        "other values": lambda x: model(x) + (0 if len(x) == 2 else 0.1),
+    }
+    for fault, wrong in only_two.items():
+        with pytest.raises(UsageError, match=f"what was exported .*{fault}.*-fixed N"):
+            export.check(made, wrong)
+        export.check(export.Exportable(model, torch.zeros(2, 4), {}, {}), wrong)
+    with pytest.raises(UsageError, match=r"cannot be exported .ValueError: no more.; -fixed N"):
+        export.exported(lambda *_: exec("raise RuntimeError from ValueError('no\\nmore')"), made)
+    assert "-pixels is for -format onnx" in script_error(export, trained_run, "-pixels")
+
+
+def test_outputs_are_compared_whatever_they_are():
+    infinite = torch.tensor([1.0, -torch.inf])
+    assert export.is_close(infinite, infinite) and not export.is_close(infinite + 0.1, infinite)
+    assert not export.is_close(torch.tensor([True]), torch.tensor([False]))
+
+
+def centre(share, width, height):
+    side = min(width, height) * share
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+@pytest.mark.parametrize("channels, crop", [(1, None), (1, 1.0), (3, 7 / 8)])
+def test_what_get_transform_does_is_found_or_refused(channels, crop, monkeypatch):
+    mode, box = ("L" if channels == 1 else "RGB"), crop and partial(centre, crop)
+
+    def transform(image):
+        pixels = np.array(photos.view(image, mode, 16, box), np.float32).reshape(16, 16, channels)
+        return (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - 0.4) / 0.2
+
+    args = parsed(["-channels", str(channels), "-image_size", "16"])
+    dataset = types.SimpleNamespace(get_transform=lambda args: transform)
+    monkeypatch.setattr(plugins, "load", lambda kind, name: dataset)
+    assert preprocessing.find(args, None) == preprocessing.Preprocessing(
+        Pixels((0.4,) * channels, (0.2,) * channels), crop
+    )
+    dataset.get_transform = lambda args: lambda image: transform(image).abs()
+    assert preprocessing.find(args, None) is None
