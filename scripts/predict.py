@@ -3,7 +3,7 @@
 FILES are images, text files, or folders, which are searched for images. The run's dataset prepares each file
 (get_transform). The weights are the best ones, or else the final ones. The training data is not needed.
 Each file gets a row: its prediction, or the reason why there is none. Exit code 1: some files have none.
-In a notebook: from scripts import predict; predict.load("out/NAME")([image]).
+In a notebook: from scripts import predict; predict.load("out/NAME")([image]), or predict.load_model("out/NAME").
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -67,7 +67,22 @@ def main(argv: list[str] | None = None) -> int:
     return FAILED if failed else FINISHED
 
 
-def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str, float]]]:
+def load_model(run: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+    """Return a run's model with its best weights, or where there are none its final ones, for evaluation, frozen.
+
+    As a teacher in a trainer's __init__ take its forward, a function: no checkpoint holds it. The run's data is not
+    needed. Raises UsageError if the run has no such weights.
+    """
+    args = config.parse_args(["-cfg", str(Path(run) / "config.yaml")], describe=False)
+    best = weights.find(Path(run))
+    if best is None:
+        raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
+    model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
+    weights.load_into(str(best), model, whole=True)
+    return model.to(device)
+
+
+def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list], list[dict[str, float]]]:
     """Return a function from a list of PIL images, or of texts, to a dict for each: its probability by class.
 
     They may also be tensors, made by the dataset's get_transform. Where classes share a name, a number follows it.
@@ -81,13 +96,8 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
-    best = weights.find(Path(run))
-    if best is None:
-        raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
-    transform = dataset.get_transform(args)
-    model = plugins.load("arch", args.arch).get_model(args).eval()
-    weights.load_into(str(best), model, whole=True)
-    model, precision = model.to(device), parallel.autocast(args, torch.device(device))
+    model, transform = load_model(run, device), dataset.get_transform(args)
+    precision = parallel.autocast(args, torch.device(device))
 
     @torch.no_grad()
     def predict(inputs: list) -> list[dict[str, float]]:

@@ -29,6 +29,8 @@ RUNS = {  # runs of the files in the pages, in turn: name and flags
     "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
     "profiled": "-arch tiny -trainer profiled -epochs 1 -model profiled",
     "free": "-arch mlp -trainer free -lr_start 2 -epochs 4 -model free",
+    "taught": "-arch mlp -trainer taught -epochs 9 -micro_batch 32 -cpu 1 -model taught",
+    "taught_2": "-arch mlp -trainer taught -epochs 9 -micro_batch 32 -cpu 2 -model taught_2",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # added to the README's own flags
 }
 WORLD_RUNS = {  # those that need packages of others
@@ -70,6 +72,9 @@ def test_the_files_in_the_pages_train(fork, output):
     assert all("train/critic" in line for line in lines(fork / "out" / "gan") if "train/loss" in line)
     assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
     assert _weights(fork, "views") == _weights(fork, "views_3")
+    assert _weights(fork, "taught") == _weights(fork, "taught_2") and last["taught"]["val/accuracy"] > 0.9
+    manifest = max(fork.glob("out/taught/checkpoints/*/manifest.json")).read_text()
+    assert '"model.' in manifest and '"trainer.teacher' not in manifest
     assert _weights(fork, "stripes_tiny") == _weights(fork, "again"), "config.yaml repeats a run"
     losses = [line["val/loss"] for line in lines(fork / "out" / "views") if "val/loss" in line]
     assert len(losses) == 2 and losses[1] < losses[0]
@@ -105,8 +110,9 @@ def test_the_files_in_the_pages_that_need_packages_train(fork):
         "-dataset boxes -best overlap -batch_size 8 -micro_batch 4",
         "-arch mlp -trainer free -lr_start 2",
         *("-dataset rare", "-dataset above", "-dataset discs -micro_batch 32"),
+        "-arch mlp -trainer taught -micro_batch 32",
     ],
 )
-def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, flags):
+def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, output, flags):
     output = run_command(fork, f"python train.py {flags} -check_resume -cpu 2 -limit_steps 3")
     assert "all as promised" in output.splitlines()

@@ -77,6 +77,11 @@ def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
     assert table.startswith(first["file"]) and f"{first['class']} {float(first['probability']):.4f}" in table
     [values] = predict.load(trained_run)([Image.open(moved / "dark" / "3.png")])  # the function for notebooks
     assert values == pytest.approx({name: float(first[name]) for name in values}, abs=1e-6)
+    model = predict.load_model(trained_run)
+    assert not model.training and not any(one.requires_grad for one in model.parameters())
+    image = torch.randn(3, 16, 16)  # a tensor is taken as the model gets it
+    shares = predict.load(trained_run)([image])[0].values()
+    assert model(image[None]).softmax(1)[0].tolist() == pytest.approx([*shares], abs=1e-6)
 
 
 def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys, script_error):
