@@ -189,12 +189,19 @@ def prepared(options, tensors: dict) -> Exportable:
     """Return what is exported. Raises UsageError if the dataset does not prepare images as it is wanted."""
     model, args = state.unwrap(built(options, tensors)), config_of(options)
     inputs, pixels = example(options, model)
+    model = Outputs(model).eval() if has_other_parts(model(inputs)) else model
     about = yaml.safe_load((options.run / "config.yaml").read_text())["about"]
     facts = {"run": args.model, "arch": args.arch, "dataset": args.dataset, "classes": about.get("classes", [])}
     names = {0: "batch", 1: "length"} if inputs.ndim == 2 and inputs.dtype == torch.int64 else {0: "batch"}
-    found = preprocessing.find(args, pixels) if inputs.ndim == 4 else None
+    found = None
     if inputs.ndim == 4:
         facts |= {"image_size": args.image_size, "channels": args.channels}
+        try:
+            found = preprocessing.find(args, pixels)
+        except UsageError as error:
+            if options.resize or (options.pixels and not pixels):
+                raise
+            print(printable(f"export.py: {error}: the file does not say how images are prepared"), file=sys.stderr)
     if found:
         facts["crop"], pixels = found.crop, found.pixels
     if pixels:
@@ -218,6 +225,22 @@ def prepared(options, tensors: dict) -> Exportable:
     sizes = ", ".join(names.get(place, str(size)) for place, size in enumerate(inputs.shape))
     facts["input"] = f"{str(inputs.dtype).removeprefix('torch.')} ({sizes})"
     return Exportable(model, inputs, names, facts)
+
+
+class Outputs(nn.Module):
+    """A model that returns its outputs alone, and nothing else, as a cache of transformers."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        return loss.split_output(self.model(inputs))[0]
+
+
+def has_other_parts(answer) -> bool:
+    """Whether an answer has other parts than tensors."""
+    return not all(one is None or isinstance(one, Tensor) for one in pytree.tree_leaves(answer))
 
 
 def exported(export: Callable, made: Exportable):
@@ -258,8 +281,10 @@ def check(made: Exportable, program: Callable):
         values = random_inputs(made, count)
         shape = tuple(values.shape)
         wanted = [one for one in pytree.tree_leaves(made.model(values)) if isinstance(one, Tensor)]
+        if not wanted:
+            raise UsageError("the model returns no tensor: there is nothing to export")
         try:
-            found = pytree.tree_leaves(program(values))
+            found = [one for one in pytree.tree_leaves(program(values)) if isinstance(one, Tensor)]
         except Exception as error:  # noqa: BLE001  # of another library
             raise UsageError(f"what was exported takes no inputs of {shape} ({reason_of(error)}){hint}") from None
         if [one.shape for one in found] != [one.shape for one in wanted]:

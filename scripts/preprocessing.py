@@ -74,7 +74,8 @@ class FromBytes(nn.Module):
 
 def resize(images: Tensor, crop: float | None, size: int) -> Tensor:
     """Return images (B, C, height, width) as floats (B, C, size, size), as photos.view does but for its rounding."""
-    rows, columns = (torch.arange(length, dtype=torch.float64) + 0.5 for length in images.shape[2:])
+    kind = {"dtype": torch.float64, "device": images.device}
+    rows, columns = (torch.arange(length, **kind) + 0.5 for length in images.shape[2:])
     height, width = rows[-1] + 0.5, columns[-1] + 0.5
     side = torch.minimum(height, width) * (crop or 1)
     down = filter_weights(rows, height, side if crop else height, size)
@@ -85,6 +86,6 @@ def resize(images: Tensor, crop: float | None, size: int) -> Tensor:
 def filter_weights(places: Tensor, length: Tensor, side: Tensor, size: int) -> Tensor:
     """Return the weights (size, length) of Pillow's bilinear filter, for a side in the centre of all places."""
     scale = side / size
-    centres = (length - side) / 2 + (torch.arange(size, dtype=torch.float64) + 0.5) * scale
+    centres = (length - side) / 2 + (torch.arange(size, device=places.device) + 0.5) * scale
     weights = (1 - (places - centres[:, None]).abs() / scale.clamp(min=1)).clamp(min=0)
     return (weights / weights.sum(1, keepdim=True)).float()

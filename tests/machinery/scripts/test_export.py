@@ -132,6 +132,12 @@ def test_an_export_that_differs_from_the_model_is_refused_with_what_to_do(traine
     model = torch.nn.Linear(4, 2)
     made = export.Exportable(model, torch.zeros(2, 4), {0: "batch"}, {})
     export.check(made, model)
+    export.check(export.Exportable(lambda x: (x, None), torch.zeros(2, 4), {}, {}), lambda x: (x, None))
+    answer = types.SimpleNamespace(logits=torch.ones(2), cache=object())
+    assert export.has_other_parts(answer) and not export.has_other_parts({"logits": torch.ones(2), "loss": None})
+    assert torch.equal(export.Outputs(torch.nn.Identity())(answer), torch.ones(2))
+    with pytest.raises(UsageError, match="returns no tensor"):
+        export.check(export.Exportable(lambda x: None, torch.zeros(2, 4), {}, {}), lambda x: None)
     only_two = {
         "takes no inputs of": lambda x: model(x.view(2, 4)),
         "other shapes": lambda x: model(x)[:2],
