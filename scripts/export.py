@@ -165,7 +165,10 @@ def to_onnx(options, tensors: dict, file: Path) -> str:
     proto = exported(export_onnx, made).model_proto
     onnx.helper.set_model_props(proto, {name: json.dumps(fact) for name, fact in made.facts.items()})
     onnx.save(proto, file)
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001  # an operator that it lacks
+        raise UsageError(f"onnxruntime does not load what was exported ({reason_of(error)})") from None
     check(made, lambda values: [*map(torch.from_numpy, session.run(None, {"input": values.numpy()}))])
     return made.facts["input"]
 
@@ -186,7 +189,7 @@ class Exportable:
 
 
 def prepared(options, tensors: dict) -> Exportable:
-    """Return what is exported. Raises UsageError if the dataset does not prepare images as it is wanted."""
+    """Return what is exported. Raises UsageError if -pixels or -resize is not what the dataset does."""
     model, args = state.unwrap(built(options, tensors)), config_of(options)
     inputs, pixels = example(options, model)
     model = Outputs(model).eval() if has_other_parts(model(inputs)) else model
