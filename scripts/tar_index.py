@@ -305,10 +305,11 @@ def find_samples(shard: str, file: BinaryIO) -> list[tuple[int, int, int]]:
                 file.seek(member.offset_data)
                 labels[key] = file.read(min(member.size, 21))
         check_end(file, tar.offset)
-    chosen = choose_samples(shard, places)
-    return [
-        (*span_of(shard, key, places[key], pieces[key] == 1), label_of(shard, key, labels.get(key))) for key in chosen
-    ]
+    rows = []
+    for key in choose_samples(shard, places):
+        begin, size = span_of(shard, key, places[key], together=pieces[key] == 1)
+        rows.append((begin, size, label_of(shard, key, labels.get(key))))
+    return rows
 
 
 def choose_samples(shard: str, places: dict[str, dict[str, tuple[int, int]]]) -> list[str]:
@@ -322,7 +323,7 @@ def choose_samples(shard: str, places: dict[str, dict[str, tuple[int, int]]]) ->
     chosen = {key: one for key, one in places.items() if one.keys() & kinds or not kinds}
     for kind in ("image", "cls"):
         lacking = [key for key, one in chosen.items() if kind not in one]
-        if 0 < len(lacking) < len(chosen) or (lacking and kind == "cls" in kinds and not with_image):
+        if 0 < len(lacking) < len(chosen):
             raise UsageError(f"{shard}: {one_line(lacking[0])} has no {kind} ({len(lacking)} such samples)")
     return [*chosen]
 

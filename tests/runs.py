@@ -5,6 +5,7 @@ import json
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -13,6 +14,7 @@ from torch import nn
 import train
 from lib import config
 from lib.config import plugins as plugin_files
+from lib.launch import local
 from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
@@ -65,7 +67,9 @@ def plugins(**files):
             sys.modules[module.__name__] = module
     plugin_files.names = lambda kind: names_before(kind) + list(files.get(kind, {}))
     try:
-        yield
+        # Only forked processes have them, and a library may have left a thread here.
+        with mock.patch.object(local, "fork_is_safe", lambda: sys.platform == "linux"):
+            yield
     finally:
         plugin_files.names = names_before
         for name in set(sys.modules) - set(before):

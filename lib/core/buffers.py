@@ -91,7 +91,8 @@ class Buffers:
         share, to_sum = micro_batch.count / micro_batch.step_samples, []
         for start, end in zip(self.starts, self.ends, strict=True):
             if end.is_floating_point():
-                to_sum += [_exact(end) * share, _exact(end != start)]
+                kind = torch.promote_types(end.dtype, torch.float32)  # in which sums are exact enough
+                to_sum += [end.to(kind) * share, (end != start).to(kind)]
         return to_sum
 
     @torch.no_grad()
@@ -120,8 +121,3 @@ def take_first(tensors: Iterable[Tensor]) -> None:
 def _read(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor]:
     """Return the buffers in these places as they are now."""
     return [module._buffers[key].detach() for module, key in places]  # type: ignore[union-attr]
-
-
-def _exact(values: Tensor) -> Tensor:
-    """Return values in a type that sums are exact enough in: at least 32 bits."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))

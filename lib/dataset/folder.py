@@ -1,6 +1,7 @@
 """Images in class folders: DATA/train/CLASS/*.jpg, DATA/val/CLASS/*.jpg and, if there, DATA/test/CLASS/*.jpg."""
 
 import os
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def class_names(data: str, part: str = "train") -> list[str]:
     names = sorted(one.name for one in entries if one.is_dir() and not is_debris(one.name))
     if not names:
         raise UsageError(f"-data {data}: no class folders in {folder}; -dataset folder reads {folder}/CLASS/*.jpg")
+    if len({unicodedata.normalize("NFKC", name).strip() for name in names}) < len(names):
+        raise UsageError(f"-data {data}: classes in {folder} differ only in spaces or Unicode form: {names!a}")
     if part == "train" and len(names) == 1:
         raise UsageError(f"-data {data}: {names[0]} is the only class folder in {folder}: two or more are needed")
     return names

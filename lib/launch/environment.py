@@ -18,9 +18,9 @@ LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # torch for ROCm reads its own one first
 # The first is the standard of freedesktop.org, which torch's hub and extensions, Hugging Face and others follow.
 CACHES = {"XDG_CACHE_HOME": "", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "torchinductor"}
-# How often a thread on the CPU checks whether the others are done before it sleeps: for some microseconds. GNU's
-# OpenMP checks 300,000 times by default, which keeps cores from the threads it waits for (docs/benchmarks.md).
-OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
+# How often a thread on the CPU checks whether the others are done before it sleeps: long enough for the gaps between
+# kernels. The 300,000 times of GNU's OpenMP keep cores from the threads that it waits for (docs/benchmarks.md).
+OPENMP_SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 
 def export(args: Args) -> dict[str, str]:

@@ -95,7 +95,6 @@ def start_processes(args: Args, target: str, count: int, run_id: str) -> int:
     arguments = (variables, target, args, print_lock)
     started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
     with forward_signals(started.processes) as forwarded:
-        # The children need it until the end.
         _store = TCPStore(host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         grace_s = args.grace_s if args.cpu or not torch.accelerator.is_available() else SHUTDOWN_S
         return watch(started.processes, forwarded, print_lock, run_folder.path_of(args), grace_s)

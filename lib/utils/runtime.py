@@ -1,6 +1,7 @@
 """Settings of torch and Python for speed, and facts on the machine and the code."""
 
 import contextlib
+import ctypes
 import functools
 import math
 import os
@@ -20,10 +21,16 @@ from lib.utils import distributed
 from lib.utils.distributed import World
 
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
+# GNU's mallopt: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes. By default each step may give memory back to the
+# system and get it again, which is up to a tenth of the default run's time (docs/benchmarks.md).
+KEPT_MEMORY = {-1: 1 << 30, -3: 32 << 20}
 
 
 def configure_kernels(world: World, deterministic: bool) -> None:
-    """Enable TF32 and cuDNN's autotuning on a GPU; with `deterministic`, deterministic algorithms instead."""
+    """Keep freed memory; on a GPU enable TF32 and cuDNN's autotuning, or `deterministic` algorithms instead."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        for option, value in KEPT_MEMORY.items():
+            ctypes.CDLL(None).mallopt(option, value)
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # No code here reads memory before it writes it.

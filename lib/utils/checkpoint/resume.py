@@ -49,7 +49,12 @@ def read_start(args: "Args", world: World) -> dict:
     path = run_folder.path_of(args) / "start.json"
 
     def read() -> dict:
-        return {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path)
+        if run_folder.is_reset_due(args, world):
+            return {}
+        found = run_folder.read_json(path)
+        if path.exists() and not found and not run_folder.list_checkpoints(path.parent / "checkpoints"):
+            raise UsageError(f"{path} does not hold what the run's first start settled: -reset starts from scratch")
+        return found
 
     return next(filter(None, world.on_writers(read)), {})
 

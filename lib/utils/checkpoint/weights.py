@@ -86,7 +86,8 @@ def load_into(
         there = [given[found[name]] for name in aliases if name in found]
         fitting = [value for value in there if _fits(value, tensor)]
         if not fitting:
-            missing.append(aliases[0] + (f" ({_form(there[0])} there, {_form(tensor)} here)" if there else ""))
+            kinds = [f"{one.dtype} {tuple(one.shape)}" for one in (*there[:1], tensor)]
+            missing.append(aliases[0] + (f" ({kinds[0]} there, {kinds[1]} here)" if there else ""))
             if isinstance(tensor, nn.Parameter) and any(one.shape == tensor.shape for one in there):
                 raise UsageError(f"-weights {path}: {missing[-1]}: save quantized weights as floats first")
             continue
@@ -111,10 +112,6 @@ def _fits(given: Tensor, tensor: Tensor) -> bool:
     """
     both_floats = given.is_floating_point() and tensor.is_floating_point() and given.itemsize > 1
     return given.shape == tensor.shape and (both_floats or given.dtype == tensor.dtype)
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -25,9 +25,7 @@ class Pixels:
         """Return the batch with its images (B, C, H, W) changed by draws in [0, 1), a row for each image."""
         images, *others = batch
         if (kind := getattr(images, "dtype", type(images))) != torch.uint8:
-            raise UsageError(
-                f"on_device takes (uint8 images, ...), not {kind}: let the dataset set self.on_device = None"
-            )
+            raise UsageError(f"on_device takes (uint8 images, ...), not {kind}: the dataset may set it to None")
         if self.mirror:
             images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images.flip(3), images)
         return self.normalize(images), *others

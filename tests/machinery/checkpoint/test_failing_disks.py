@@ -21,9 +21,8 @@ def disk(tmp_path):
     """A small disk."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    tried = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)], capture_output=True, text=True
-    )
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
+    tried = subprocess.run(command, capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"a disk cannot be mounted here: {tried.stderr.strip()}")
     yield folder

@@ -224,6 +224,14 @@ def test_checkpoints_with_values_that_are_not_finite_are_refused_unless_allowed(
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
 
 
+def test_a_run_that_was_killed_before_its_first_save_goes_on_with_what_it_settled_or_not_at_all(copy, refused):
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "start.json").write_text("{")
+    assert "start.json does not hold what the run's first start settled" in refused(
+        f"{SMALL} -cpu 1", out=copy.parent
+    )
+
+
 # What is shown
 
 LINES = [b"[]", b"5", b"null", b'{"step": "x"}', b'{"epoch": 1}', b"\xff\x00", b"{" * 10_000, b'{"step": 2, "a": []}']

@@ -155,6 +155,8 @@ def test_a_class_that_only_looks_like_one_of_train_is_shown_by_what_differs(tmp_
         (tmp_path / name).mkdir(parents=True)
         tiny_data.image(tmp_path / name / "1.png")
     assert f"{str(tmp_path / 'val' / twin)!a} is not a class in train" in refusal(tmp_path)
+    (tmp_path / "val" / twin).rename(tmp_path / "train" / twin)
+    assert "differ only in spaces or Unicode form" in refusal(tmp_path) and ascii(twin) in refusal(tmp_path)
 
 
 # Disks that fail, and damaged files
