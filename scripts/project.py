@@ -46,7 +46,9 @@ PARTS = {
     ),
     "mirror": Part("-mirror: a copy of each run at another place", "scripts/mirror.py", "mirror"),
     "export": Part(
-        "weights as one file: ONNX, torch.export", "scripts/export.py scripts/preprocessing.py", packages="export"
+        "weights as one file: ONNX, torch.export",
+        "scripts/export.py scripts/preprocessing.py tests/test_preprocessing.py",
+        packages="export",
     ),
     "compat": Part("the classes of cycling_utils", "lib/utils/compat/*"),
     "recipes": Part("complete configurations", "scripts/recipes/* tests/test_recipes.py"),

@@ -85,15 +85,6 @@ def test_a_sampler_of_a_shard_visits_all_of_it(n, seed, stop, epoch):
     assert seen + list(second) == truth.order(n, seed=seed, epoch=epoch) and len(second) == n
 
 
-def test_a_state_of_cycling_utils_loads():
-    sampler = InterruptableDistributedSampler(range(10), 2, 0)
-    sampler.load_state_dict({"progress": 3, "epoch": 5})
-    assert (sampler.progress, sampler.epoch) == (3, 5)
-    assert list(sampler) == truth.order(10, 2, 0, epoch=5)[3:]
-    sampler._reset_progress()
-    assert sampler.progress == 0 and list(sampler) == truth.order(10, 2, 0, epoch=5)
-
-
 def test_advancing_past_the_end_is_an_error_and_changes_nothing():
     sampler = InterruptableDistributedSampler(range(10), 3, 0)
     sampler.advance(3)
@@ -115,9 +106,6 @@ def test_set_epoch_is_refused_during_an_epoch():
             attempt()
     fewer = samplers(2, 10, state=sampler.state_dict())[0]
     assert fewer.progress == 0 and len(fewer) == 3
-    fewer.advance(1)
-    with pytest.raises(HasNotResetProgressError):
-        fewer.set_epoch(2)
     fewer.reset_progress()
     fewer.set_epoch(2)
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)

@@ -53,12 +53,10 @@ def store(file: Path, image: Image.Image, orientation: int, **options) -> None:
     turned.save(file, exif=exif, **options)
 
 
-@pytest.mark.parametrize("ending", [".png", ".webp"])
-def test_turned_photos_are_the_same_samples_as_upright_ones_in_training_and_evaluation(tmp_path, ending):
+def test_turned_photos_are_the_same_samples_as_upright_ones_in_training_and_evaluation(tmp_path):
     tiny_data.make_folder(tmp_path)
-    options = {"lossless": True} if ending == ".webp" else {}
     for orientation in range(1, 9):
-        store(tmp_path / "train" / "ant" / f"x{orientation}{ending}", scene(), orientation, **options)
+        store(tmp_path / "train" / "ant" / f"x{orientation}.webp", scene(), orientation, lossless=True)
     for flags in (["-augment", "no"], ["-image_size", "12"]):
         train = dataset(tmp_path, *flags)["train"]
         items = []

@@ -63,8 +63,7 @@ def test_a_run_of_n_steps_ends_there_and_its_schedule_with_it(undisturbed):
     assert [line["step"] for line in logged if "train/loss" in line] == [4, 8, 10]
     assert logged[-1]["step"] == 10 and [line["train/lr"] for line in logged if "train/lr" in line][-1] == 1e-6
     assert (result["state"], result["step"], result["epoch"], result["evaluations"]) == ("finished", 10, 2, 4)
-    saved = config.parse_args(["-cfg", str(undisturbed / "config.yaml")], describe=False)
-    assert saved.steps == 10
+    assert config.parse_args(["-cfg", str(undisturbed / "config.yaml")], describe=False).steps == 10
 
 
 @pytest.mark.parametrize(("stop", "cpu"), [(3, 2), (5, 3), (6, 1), (10, 2)])
