@@ -1,9 +1,12 @@
 """Training has the same result on any number of processes, and after any interruption."""
 
 import contextlib
+import ctypes
 import json
 import math
+import platform
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -19,9 +22,10 @@ from torch import nn
 
 from lib.core import optimizer
 from lib.trainer import trainer
-from lib.utils import preemption
+from lib.utils import preemption, runtime
 from lib.utils.checkpoint import run_folder, shards, state
 from lib.utils.data.tensors import Tensors
+from lib.utils.distributed import World
 from lib.utils.monitoring import logger
 from lib.utils.monitoring.logger import tensorboard_tag
 
@@ -499,3 +503,15 @@ def test_a_dataset_that_differs_from_process_to_process_is_refused(tmp_path, cap
     with plugins(dataset={"drawn": drawn}):
         run(tmp_path, f"{SMALL} -dataset drawn -cpu 2", wanted=2)
     assert "the train samples of rank 1 are not those of rank 0" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_stays_with_the_process():
+    ctypes.CDLL(None).mallopt(-3, 99_999)  # M_MMAP_THRESHOLD: now each tensor is the system's memory
+    faults = []
+    for turn in range(4):
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        [torch.ones(1 << 18) for _ in range(36)]
+        if turn == 0:
+            runtime.configure_kernels(World(), deterministic=False)
+    assert faults[3] - faults[2] < (faults[1] - faults[0]) / 9
