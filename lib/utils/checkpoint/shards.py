@@ -1,10 +1,12 @@
 """The files of a checkpoint: a safetensors file of each rank, read on any number of ranks.
 
 The file format is safetensors' (https://github.com/huggingface/safetensors, "Format"): the length of a JSON header,
-the header, the bytes. Read by the library. Written here, in one pass with its checksum: files of the library's writer
+the header, the bytes. Read by the library. Written here, with its checksum: files of the library's writer
 (0.8) have mode 600 and metadata in any order, and its errors have no number.
 """
 
+import concurrent.futures
+import functools
 import json
 import os
 import sys
@@ -85,13 +87,13 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | Non
         header[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    crc = 0
-    with path.open("xb") as file:
-        for data in (len(text).to_bytes(8, "little"), text, *map(as_bytes, tensors.values())):
-            file.write(data)
-            crc = zlib.crc32(data, crc)
+    parts = len(text).to_bytes(8, "little"), text, *map(as_bytes, tensors.values())
+    with path.open("xb") as file, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        file.writelines(parts)
         file.flush()
-        os.fsync(file.fileno())
+        synced = thread.submit(os.fsync, file.fileno())  # the disk works while the checksum is computed
+        crc = functools.reduce(lambda crc, data: zlib.crc32(data, crc), parts, 0)
+        synced.result()
         return {"bytes": file.tell(), "crc32": crc}
 
 
