@@ -15,6 +15,7 @@ from lib.core import parallel
 from lib.utils import distributed, runtime, seeding, watchdog
 from lib.utils.checkpoint import resume, run_folder, weights
 from lib.utils.data import fingerprint, loader
+from lib.utils.data.fetch import option
 from lib.utils.errors import load_optional
 from lib.utils.monitoring import console
 from lib.utils.monitoring.logger import Logger, NoLogger
@@ -59,7 +60,9 @@ class Run:
         if args.skip_bad_files:
             check_data = load_optional("scripts.check_data", "-skip_bad_files")
             self.splits, self.skipped = check_data.skip(self.splits, args, self.world, self.past)
-        before = self.past.manifest["config"] if self.past else start
+        before, train = self.past.manifest["config"] if self.past else start, self.splits["train"]
+        if args.balance or (args.shuffle and option(train, "weights") is not None):
+            load_optional("scripts.sampling", "-balance or weights of samples").add_sampler(train, args)
         watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
         data = fingerprint.describe(self.splits, args, self.world)
         self.plan = resume.plan(args, data, self.world, before)

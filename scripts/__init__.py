@@ -17,6 +17,7 @@ new.py           a new model, dataset or trainer, a project of your own, or its 
 update.py        merges a later version of the template into a project
 project.py       what a project gets, and which parts it may leave out
 completion.py    completes flags with the TAB key
+sampling.py      weights of samples and classes, mixtures; mixture.py: -data A=0.3,B=0.7
 make_tokens.py   token files from text
 make_digits.py   writes data/digits.npz
 flags_page.py    writes docs/flags.md

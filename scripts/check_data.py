@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from lib.config import plugins
 from lib.utils import distributed, files, runtime, signals, watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
-from lib.utils.data import fetch, loader
+from lib.utils.data import loader
 from lib.utils.data.fetch import MapDataset, stop_signals_blocked
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
@@ -30,7 +31,11 @@ Faults = dict[str, tuple[int, str]]  # by a sample's name: the number of the dis
 def check(args: "Args") -> int:
     """Print a line for each sample that cannot be read. Returns the exit code."""
     with signals.exit_on_signal():
-        splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
+        splits = loader.splits(
+            plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args),
+            args.dataset,
+            args.overfit,
+        )
         faults = find_faults(splits, World())
     for _, text in faults.values():
         print(printable(text))
@@ -143,7 +148,8 @@ class Attempts(Dataset):
         except BaseException as error:  # noqa: BLE001  # whatever it is, as a panic of Rust's, it is listed
             number = error.errno if isinstance(error, OSError) else None
             self.disk_failed |= number in files.OF_DISK
-            return index, number or 0, str(error) if isinstance(error, UsageError) else fetch.describe(error)
+            text = traceback.format_exception_only(error)[0].strip()
+            return index, number or 0, str(error) if isinstance(error, UsageError) else text
         return None
 
 

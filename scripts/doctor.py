@@ -161,7 +161,9 @@ def data(args) -> Findings:
 
     Samples that are files are all opened.
     """
-    splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
+    splits = loader.splits(
+        plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args), args.dataset, args.overfit
+    )
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
     for line in fetch.option(splits["train"], "log_lines", ()):
         yield NOTE, line

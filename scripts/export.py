@@ -341,7 +341,9 @@ def example(options, model: nn.Module) -> tuple[Tensor, Pixels | None]:
     """
     args = config_of(options)
     try:
-        part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
+        part = loader.splits(
+            plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args), args.dataset
+        )["train"]
     except UsageError as error:
         if options.shape:
             return of_shape(options.shape, model, args.num_classes), None

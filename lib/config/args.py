@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
             found = _parse(parser, words)  # which -h ends
             with no_exit():
-                parser.set_plugin_defaults(module.describe(found), module)
+                parser.set_plugin_defaults(plugins.mixed(module, found.data).describe(found), module)
     args = _parse(parser, words)
     check_combinations(args, given | set(entries))
     return args

@@ -38,7 +38,7 @@ run_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of letters, digi
 metric = matching(r"[^\x00-\x1f\x7f:]+(:min|:max)?", "a metric like accuracy, rec:min or f1:max")
 every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|)", "an interval like 5epochs or 500steps")
 every_or_minutes = matching(r"auto|(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|minutes?|)", "an interval like 10minutes")
-weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,0.5")
+weights = matching(r"balanced|\d+(\.\d+)?(,\d+(\.\d+)?)*", "balanced or a list of numbers like 1,2.5,0.5")
 gpu_list = matching(r"\d{1,4}(,\d{1,4})*", "a list of GPUs like 0,1,2")
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, load_optional
 
 TAKES = "-loss cross_entropy takes class numbers or probabilities of 2 classes or more (for a regression: -loss mse)"
 signature = functools.cache(inspect.signature)  # which is slow, for each micro-batch
@@ -130,13 +130,11 @@ def split_output(answer: Any) -> tuple[Any, Any]:
     return named.get("logits", others[0] if others else None), named.get("loss")
 
 
-def get_loss(args: Namespace) -> nn.Module:
-    """Return a module (outputs, targets) -> the mean loss over the batch, a scalar."""
+def get_loss(args: Namespace, dataset: Any = None) -> nn.Module:
+    """Return a module (outputs, targets) -> the mean loss of a batch, a scalar. `dataset`: the training samples."""
     if args.loss != "cross_entropy":
         return BY_NAME[args.loss]()
-    weights = torch.tensor([float(one) for one in args.class_weights.split(",")]) if args.class_weights else None
-    if weights is not None and len(weights) != args.num_classes:
-        raise UsageError(f"-class_weights {args.class_weights}: give one for each of -num_classes {args.num_classes}")
+    weights = args.class_weights and load_optional("scripts.sampling", "-class_weights").class_weights(args, dataset)
     criterion = CrossEntropy(weights, ignore_index=args.ignore_index, label_smoothing=args.label_smoothing)
     criterion.register_buffer("weight", weights, persistent=False)  # no checkpoint brings back those of an old flag
     if args.compile and not args.cpu and torch.accelerator.is_available():  # an eighth of a small GPT's step

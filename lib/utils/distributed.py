@@ -17,8 +17,6 @@ from lib.utils.errors import PARENT, UsageError
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` shares
 LEAST_MINUTES = 30.0  # that a collective waits: at the start data is fetched, a model compiled, a checkpoint read
-KERNELS = "MKL_CBWR MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA MKLDNN_MAX_CPU_ISA".split()
-KERNEL_VARIABLES = [f"{name}={os.environ[name]}" for name in KERNELS if os.environ.get(name)]  # change sums' bits
 _left_groups = []  # process groups that this process left: `join`
 
 

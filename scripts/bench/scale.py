@@ -200,7 +200,7 @@ def _checkpoint(folder, size, count):
     past, partial = saver.folder / "000001_step_1", saver.folder / "000001_step_1.partial"
     save = manager.Save(past, partial, facts, keep=False, best={}, job=concurrent.futures.Future())
     partial.mkdir()
-    files = map(shards.file_name, range(size))
+    files = map(shards.FILE_NAME.format, range(size))
     answers = [{file: shards.write(partial / file, {"w": torch.zeros(8)})} for file in files]
     began = time.perf_counter()
     publish = cpu_ms(lambda: saver._publish(save, answers), 1)

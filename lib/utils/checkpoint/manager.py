@@ -145,7 +145,7 @@ class Checkpoints:
         weights.write(self.folder.parent / "best", best if best and self.world.is_writer else {})
         for folder in (self.folder, partial) if blocks else ():  # no parents: a run's folder that is gone stays gone
             folder.mkdir(exist_ok=True)
-        file = shards.file_name(self.world.rank)
+        file = shards.FILE_NAME.format(self.world.rank)
         return {file: shards.write(partial / file, blocks, metadata)} if blocks else {}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:

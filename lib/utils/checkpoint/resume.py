@@ -173,8 +173,7 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
     facts = {"samples": plan.samples, "engine": plan.engine, "torch": torch.__version__}
-    facts |= {"processor": " ".join([processor, *distributed.KERNEL_VARIABLES])}
-    facts |= {name: metadata.version(name) for name in ("pillow", "torchvision")}
+    facts |= {"processor": processor, **{name: metadata.version(name) for name in ("pillow", "torchvision")}}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts, **plan.data}, default=str))
 
 

@@ -23,6 +23,7 @@ from lib.utils import files, watchdog
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
+FILE_NAME = "shard_{:04d}.safetensors"  # of a rank
 CHUNK = 1 << 20  # bytes
 CHECKSUMS = "crc32_of_tensors"  # in a weights file's metadata, JSON
 DTYPES = {  # as safetensors calls them; others are refused
@@ -50,11 +51,6 @@ def schema(tensors: dict[str, Tensor]) -> dict[str, list]:
             hint = "use another type, or a buffer with persistent=False"
             raise UsageError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold: {hint}")
     return {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
-
-
-def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"shard_{rank:04d}.safetensors"
 
 
 def blocks_of_rank(tensors: dict[str, Tensor], world: World) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -45,6 +45,7 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
 def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     """Return what a dataset's own `sampler` draws under a seed of the epoch, (samples,) int64; None without one.
 
+    An index that comes again is higher by the number of samples each time, as each time is drawn under its own seed.
     Raises UsageError unless that is one index of the dataset for each of the sampler's length.
     """
     sampler = option(dataset, "sampler")
@@ -61,7 +62,9 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
         indices = torch.tensor([*itertools.islice(sampler, count + 1)])
         are_indices = indices.shape == (count,) and indices.dtype == torch.int64
         if count and are_indices and 0 <= indices.min() <= indices.max() < len(dataset):
-            return indices
+            ordered, places = indices.sort(stable=True)
+            repeats = torch.arange(count) - torch.searchsorted(ordered, ordered)  # how often each came before
+            return indices + len(dataset) * torch.empty_like(indices).index_copy_(0, places, repeats)
     except (TypeError, ValueError) as error:  # it has no length, or gives batches
         fault = f": {error}"
     wanted = f"as many numbers from 0 to {len(dataset) - 1} as its len(), on each process all those of the epoch"
@@ -85,12 +88,12 @@ class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
-        self.fetch, self.requests, self.loader = Fetch(dataset, seed, collate_fn), Requests(), None
+        self.fetch, self.loader = Fetch(dataset, seed, collate_fn), None
         if workers:
             self.loader = DataLoader(
                 self.fetch,
                 batch_size=None,
-                sampler=self.requests,
+                sampler=self.fetch,
                 num_workers=workers,
                 pin_memory=pin,
                 persistent_workers=True,
@@ -105,7 +108,7 @@ class Fetcher:
         """Yield the micro-batches in order, each with its collated samples."""
         requests = ((epoch, micro_batch) for micro_batch in micro_batches)
         if self.loader is not None:
-            self.requests.keys = requests
+            self.fetch.requests = requests
             answers = iter(self.loader)
         else:
             answers = map(self.fetch.__getitem__, requests)
@@ -136,37 +139,44 @@ class Fetch(Dataset):
     def __init__(self, dataset: MapDataset, seed: int, collate_fn: Callable | None = None):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed = seed
+        self.requests: Iterable[tuple[int, MicroBatch]] = ()  # what to fetch in the next epoch
         self.collate_fn = collate_fn or option(dataset, "collate_fn", default_collate)
+
+    def __iter__(self) -> Iterator[tuple[int, MicroBatch]]:
+        """Be also the sampler of a DataLoader that lives for many epochs."""
+        return iter(self.requests)
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
-        self.current = micro_batch.indices  # for error messages: what is being fetched, one sample or several
+        rows = [index % len(self.dataset) for index in micro_batch.indices]
+        self.current = rows  # for error messages: what is being fetched, one sample or several
         try:
             # As torch's loader processes do, with one thread: sums by another number have other bits.
             with no_exit(), runtime.one_thread():  # sys.exit would end a worker without a message
                 if set_epoch := option(self.dataset, "set_epoch"):
                     seeding.seed(seeding.SAMPLE, self.seed, epoch)
                     set_epoch(epoch)
-                batch = files.retry(lambda: self._read(epoch, micro_batch.indices))
+                batch = files.retry(lambda: self._read(epoch, micro_batch.indices, rows))
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
             if isinstance(error, UsageError):
                 return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
-            raise RuntimeError(f"{describe(error)} (while {place})") from error
+            text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes
+            raise RuntimeError(f"{text} (while {place})") from error
 
-    def _read(self, epoch: int, indices: list[int]) -> Any:
-        """Return the dataset's items, or a whole batch if the dataset gives batches."""
+    def _read(self, epoch: int, indices: list[int], rows: list[int]) -> Any:
+        """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""
         if has_whole_batches(self.dataset):
             seeding.seed(seeding.SAMPLE, self.seed, epoch, indices[0])
-            return self.dataset.__getitems__(indices)
-        prefetch(self.dataset, indices)
+            return self.dataset.__getitems__(rows)
+        prefetch(self.dataset, rows)
         items = []
-        for index in indices:
-            self.current = index
+        for index, row in zip(indices, rows, strict=True):
+            self.current = row
             seeding.seed(seeding.SAMPLE, self.seed, epoch, index)
-            items.append(self.dataset[index])
-        self.current = indices
+            items.append(self.dataset[row])
+        self.current = rows
         return items
 
 
@@ -174,20 +184,6 @@ def end_without_parent(parent: int, number: int) -> None:
     """End a worker process whose parent was killed while it started: torch (2.15) would let it wait for ever."""
     if os.getppid() != parent:
         os._exit(FAILED)
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception's class and text, whatever its __str__ does, without its notes."""
-    return next(line for line in traceback.format_exception_only(error) if not line.startswith(" ")).strip()
-
-
-class Requests:
-    """The sampler of a DataLoader that lives for many epochs, each with keys of its own."""
-
-    keys: Iterable[tuple[int, MicroBatch]] = ()
-
-    def __iter__(self) -> Iterator[tuple[int, MicroBatch]]:
-        return iter(self.keys)
 
 
 @contextlib.contextmanager

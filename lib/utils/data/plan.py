@@ -64,7 +64,7 @@ class MicroBatch:
 
     step: int  # of the epoch
     number: int  # within the step, over all ranks
-    indices: list[int]  # of its samples in the dataset
+    indices: list[int]  # of its samples; higher by the length of the dataset each time that one comes again
     count: int  # samples that count; 0 for padding
     step_samples: int  # samples of the whole step, over all ranks
     step_parts: int  # micro-batches of the whole step, over all ranks

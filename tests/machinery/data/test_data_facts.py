@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import json
 import random
-import runpy
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from saves import SMALL, log_of, names, refused, stop_at
 from torch.utils.data import Subset
 
 from lib.trainer import trainer
-from lib.utils import distributed
 from lib.utils.checkpoint import resume
 from lib.utils.data import fingerprint
 from lib.utils.data.tensors import Tensors
@@ -236,9 +234,3 @@ def test_what_get_dataset_computes_has_one_thread_on_any_number_of_processes(tmp
     with plugins(dataset={"odd": summed}):
         run(tmp_path, f"{ODD} -cpu 3 -threads 2 -limit_steps 4", wanted=75)  # this process keeps one thread
         run(tmp_path, f"{ODD} -cpu 2 -threads 2")
-
-
-@pytest.mark.parametrize("name", ["MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
-def test_variables_that_choose_instructions_are_a_fact_of_the_run(name, monkeypatch):
-    monkeypatch.setenv(name, "SSE41")
-    assert runpy.run_path(distributed.__file__)["KERNEL_VARIABLES"] == [f"{name}=SSE41"]

@@ -1,0 +1,180 @@
+"""How often a sample comes, and how much it counts: by its weight, by its class, by the share of its data set."""
+
+import bisect
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Sampler, Subset, TensorDataset
+
+from lib.utils.data import fetch
+from lib.utils.data.fetch import option
+from lib.utils.errors import UsageError
+
+SAME = ("on_device", "collate_fn", "classes")  # of the data sets of a mixture
+
+
+class SystematicSampler(Sampler):
+    """Draws each sample as often as its share of the draws says, rounded up or down by chance, in a random order.
+
+    So does each group, as a class, as a whole. It is systematic resampling, one draw for all samples (Baker, Reducing
+    bias and inefficiency in the selection algorithm, 1987), over the groups, each of them shuffled.
+
+    Args:
+        weights: (samples,), from 0, of any sum.
+        num_samples: the number of draws.
+        groups: (samples,) int64; by default all are one group.
+
+    Raises UsageError for weights that are no finite numbers from 0, or all 0.
+    """
+
+    def __init__(self, weights: Tensor, num_samples: int, groups: Tensor | None = None):
+        self.weights, self.num_samples = torch.as_tensor(weights, dtype=torch.float64), num_samples
+        self.groups = torch.zeros(len(self.weights), dtype=torch.int64) if groups is None else groups
+        if self.weights.ndim != 1 or not (self.weights >= 0).all() or not 0 < self.weights.sum() < math.inf:
+            raise UsageError("weights of samples must be one finite number from 0 for each, not all of them 0")
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        shuffled = torch.randperm(len(self.weights))
+        shuffled = shuffled[self.groups[shuffled].argsort(stable=True)]
+        edges = self.weights[shuffled].cumsum(0)
+        edges *= self.num_samples / edges[-1].item()
+        places = torch.arange(self.num_samples) + torch.rand((), dtype=torch.float64)
+        drawn = torch.searchsorted(edges, places, right=True).clamp_max(len(edges) - 1)
+        yield from shuffled[drawn][torch.randperm(self.num_samples)].tolist()
+
+
+class Mixture(ConcatDataset):
+    """Several data sets as one, of which training draws by their shares.
+
+    Args:
+        parts: the data sets, by name. They have the same `on_device`, `collate_fn` and `classes`, or none.
+        shares: of the samples of an epoch, by name, of any sum. Within a part `weights` decide, if it has them.
+        samples: of an epoch; by default as many as all parts have.
+
+    Raises UsageError if the parts do not fit together.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], shares: Mapping[str, float], samples: int | None = None):
+        if parts.keys() != shares.keys():
+            raise UsageError(f"a mixture of {', '.join(parts)} has shares for {', '.join(shares)}")
+        super().__init__(parts.values())
+        for name in SAME:
+            values = [option(part, name) for part in parts.values()]
+            if odd := [part for part, value in zip(parts, values, strict=True) if value != values[0]]:
+                raise UsageError(
+                    f"the data sets of a mixture differ in their {name}: {next(iter(parts))} and {odd[0]}"
+                )
+            if values[0] is not None:
+                setattr(self, name, values[0])
+        if odd := [name for name, part in parts.items() if option(part, "sampler") is not None]:
+            raise UsageError(f"{odd[0]} of a mixture has a sampler: give it weights instead")
+        weights = []
+        for name, part in parts.items():
+            own = weights_of(part)
+            own = torch.ones(len(part), dtype=torch.float64) if own is None else own
+            weights.append(own * (shares[name] / own.sum()))
+        groups = torch.arange(len(parts)).repeat_interleave(torch.tensor([*map(len, parts.values())]))
+        self.sampler = SystematicSampler(torch.cat(weights), samples or len(self), groups)
+        if all(hasattr(part, "sample_name") for part in parts.values()):
+            self.sample_name = self._sample_name
+        marks = [option(part, "fingerprint") for part in parts.values()]
+        if all(isinstance(mark, str | int) for mark in marks):
+            self.fingerprint = " ".join(map(str, marks))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the parts the number of the epoch, if they want it."""
+        for part in self.datasets:
+            if set_epoch := option(part, "set_epoch"):
+                set_epoch(epoch)
+
+    def prefetch_samples(self, indices: list[int]) -> None:
+        """Let each part fetch its samples of a micro-batch at once."""
+        for part, end in zip(self.datasets, self.cumulative_sizes, strict=True):
+            begin = end - len(part)
+            if own := [index - begin for index in indices if begin <= index < end]:
+                fetch.prefetch(part, own)
+
+    def _sample_name(self, index: int) -> str:
+        """Return what a sample's part calls it, for lists of bad files."""
+        number = bisect.bisect_right(self.cumulative_sizes, index)
+        part: Any = self.datasets[number]
+        return part.sample_name(index - self.cumulative_sizes[number] + len(part))
+
+
+def add_sampler(dataset: Any, args: Namespace) -> None:
+    """Let the training samples be drawn by their classes, under -balance, or by their `weights`."""
+    if not args.balance:
+        weights, groups = weights_of(dataset), None
+    elif not args.shuffle or option(dataset, "sampler") is not None or option(dataset, "weights") is not None:
+        raise UsageError(
+            "-balance draws the samples: not with -shuffle no, nor with a sampler or weights of their own"
+        )
+    else:
+        groups = class_numbers(dataset, "-balance")
+        if groups.shape != (len(dataset),):
+            raise UsageError(f"-balance needs one class for each sample: the labels are {tuple(groups.shape)}")
+        weights = 1 / torch.bincount(groups)[groups]
+    dataset.sampler = SystematicSampler(weights, len(dataset), groups)
+
+
+def class_weights(args: Namespace, dataset: Any) -> Tensor:
+    """Return the weights of the classes, (num_classes,), that -class_weights says.
+
+    Balanced ones are n / (num_classes * the number of targets of the class), of n targets in the training samples, as
+    scikit-learn has them. Raises UsageError if they are not as many, or a class has no target.
+    """
+    count = args.num_classes
+    if args.class_weights == "balanced":
+        labels = class_numbers(dataset, "-class_weights balanced", ignored=args.ignore_index)
+        found = torch.bincount(labels.flatten(), minlength=count)
+        if (found == 0).any() or len(found) > count:
+            text = f"of {count} classes (-num_classes) there are {found.tolist()!s:.80} targets"
+            raise UsageError(f"-class_weights balanced: {text}: each needs one")
+        return found.sum() / (count * found)
+    weights = torch.tensor([float(one) for one in args.class_weights.split(",")])
+    if len(weights) != count:
+        raise UsageError(f"-class_weights {args.class_weights}: give one for each of -num_classes {count}")
+    return weights
+
+
+def class_numbers(dataset: Any, flag: str, ignored: int | None = None) -> Tensor:
+    """Return the targets of the training samples, int64, but ignored ones. Raises UsageError if they are unknown."""
+    labels = of_samples(dataset, ("labels", "targets"))
+    if labels is None or labels.is_floating_point() or not labels.numel():
+        found = "has none" if labels is None else f"has {labels.dtype} {tuple(labels.shape)}"
+        wanted = "the training samples must list their classes, as dataset.labels or dataset.targets"
+        raise UsageError(f"{flag}: {wanted}, and {type(dataset).__name__} {found}")
+    labels = labels.long() if ignored is None else labels.long()[labels.long() != ignored]
+    if (labels < 0).any():
+        raise UsageError(f"{flag}: the training samples have the class {labels.min()}")
+    return labels
+
+
+def weights_of(dataset: Any) -> Tensor | None:
+    """Return the `weights` of a data set, (samples,) float64; None without. Raises UsageError if they do not fit."""
+    weights = of_samples(dataset, ("weights",))
+    if weights is not None and weights.shape != (len(dataset),):
+        raise UsageError(f"weights of {len(dataset)} samples are {tuple(weights.shape)}: one for each is needed")
+    return None if weights is None else weights.double()
+
+
+def of_samples(dataset: Any, names: tuple[str, ...]) -> Tensor | None:
+    """Return what a data set says of each of its samples, under the first of these names that it has."""
+    if isinstance(dataset, Subset) and not vars(dataset).keys() & {*names}:
+        whole = of_samples(dataset.dataset, names)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, ConcatDataset) and not vars(dataset).keys() & {*names}:
+        parts = [of_samples(part, names) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else torch.cat(parts)
+    if isinstance(dataset, TensorDataset) and "labels" in names:
+        return dataset.tensors[-1]
+    values = next((getattr(dataset, name) for name in names if hasattr(dataset, name)), None)
+    return None if values is None else torch.as_tensor(np.asarray(values))

@@ -1,0 +1,185 @@
+"""Weights of samples, balanced classes and mixtures: how often each comes, on any number of processes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from command_line import parsed
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import few, lines, norm_net, plugins, run, same_tensors, weights
+from saves import SMALL
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from lib import config
+from lib.core import loss
+from lib.trainer import trainer
+from lib.utils.data import fetch
+from lib.utils.data.tensors import Tensors
+from lib.utils.errors import UsageError
+from scripts import check_data, sampling
+
+FLAGS = f"{SMALL} -epochs 2 -threads 1"
+TOKENS = (
+    "-dataset tokens -arch gpt -tokens_length 8 -tokens_samples 40 -gpt_width 8 -gpt_heads 2 -gpt_depth 1 -threads 1"
+)
+
+
+def rare(args):
+    """Three quarters of the training samples are of class 0."""
+    parts = few(args)
+    inputs, labels = parts["train"].tensors
+    return {**parts, "train": Tensors(inputs, labels * (torch.arange(len(labels)) % 4 == 0))}
+
+
+def weighted(args):
+    parts = few(args)
+    parts["train"].weights = [1.0] * 40 + [9.0] * (len(parts["train"]) - 40)
+    return parts
+
+
+class Counting(trainer.Trainer):
+    """Writes down the labels of its training samples."""
+
+    def training_step(self, batch):
+        self.log_scalar("zeros", (batch[1] == 0).float().mean())
+        return super().training_step(batch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    made = {"few": few, "rare": rare, "weighted": weighted}
+    with plugins(arch={"norm_net": norm_net}, dataset=made, trainer={"counting": Counting}):
+        yield
+
+
+def drawn(sampler, seed=0):
+    torch.manual_seed(seed)
+    return torch.tensor([*sampler])
+
+
+@given(
+    st.lists(st.floats(0, 100, allow_subnormal=False, width=16), min_size=1, max_size=30).filter(any),
+    st.integers(1, 99),
+    st.data(),
+)
+def test_each_sample_and_each_group_comes_as_often_as_its_share_rounded_up_or_down(shares, count, data):
+    groups = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=len(shares), max_size=len(shares))))
+    sampler = sampling.SystematicSampler(torch.tensor(shares), count, groups)
+    times = torch.bincount(drawn(sampler), minlength=len(shares)).double()
+    wanted = torch.tensor(shares, dtype=torch.float64) * count / math.fsum(shares)
+    assert len(sampler) == times.sum() == count
+    assert ((times - wanted).abs() < 1 + 1e-6).all()
+    assert ((times - wanted).new_zeros(4).index_add_(0, groups, times - wanted).abs() < 1 + 1e-6).all()
+
+
+def test_what_is_drawn_has_no_pattern():
+    sampler = sampling.SystematicSampler(torch.ones(1000), 500)
+    first, second = drawn(sampler), drawn(sampler, seed=1)
+    assert len({*first.tolist()}) == 500 and 200 < len({*first.tolist()} & {*second.tolist()}) < 300
+    assert abs(np.corrcoef(first, range(500))[0, 1]) < 0.2
+
+
+def test_a_sample_that_comes_again_is_drawn_under_another_seed():
+    part = Tensors(torch.arange(5.0))
+    part.sampler = sampling.SystematicSampler(torch.tensor([3.0, 1, 1, 0, 0]), 5)
+    assert sorted(fetch.draw_order(part, 0, 0).tolist()) == [0, 1, 2, 5, 10]
+
+
+@pytest.mark.parametrize("flags", ["-dataset rare -balance", "-dataset weighted"])
+def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, tmp_path):
+    flags = f"{FLAGS} {flags} -model"
+    one = weights(run(tmp_path, f"{flags} one -cpu 1"))
+    assert same_tensors(one, weights(run(tmp_path, f"{flags} three -cpu 3")))
+    run(tmp_path, f"{flags} parts -cpu 2 -limit_steps 3", wanted=75)
+    assert same_tensors(one, weights(run(tmp_path, f"{flags} parts -cpu 3")))
+    assert not same_tensors(one, weights(run(tmp_path, f"{flags.replace('-balance', '')} usual -cpu 1 -shuffle no")))
+
+
+def test_balanced_classes_come_equally_often(tmp_path):
+    for flags, wanted in (("", 0.88), ("-balance", 0.25)):
+        folder = run(tmp_path, f"{FLAGS} -dataset rare -trainer counting {flags} -cpu 1 -model m{len(flags)}")
+        assert abs(lines(folder)[0]["train/zeros"] - wanted) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["tensors", "subset", "several", "attribute", "masks"])
+def test_balanced_weights_are_those_of_scikit_learn(kind):
+    labels = torch.tensor([0, 0, 0, 1, 2, 2])
+    whole = TensorDataset(torch.zeros(8), torch.cat([torch.tensor([1, 1]), labels]))
+    masks = torch.cat([labels, torch.tensor([-100, -100])]).view(2, 2, 2)
+    part = {
+        "tensors": TensorDataset(torch.zeros(6), labels),
+        "subset": Subset(whole, range(2, 8)),
+        "several": ConcatDataset([Subset(whole, range(2, 5)), Subset(whole, range(5, 8))]),
+        "attribute": type("Own", (), {"targets": labels.tolist(), "__len__": lambda self: 6})(),
+        "masks": TensorDataset(torch.zeros(2), masks),
+    }[kind]
+    found = loss.get_loss(parsed("-num_classes 3 -class_weights balanced"), part).weight
+    assert torch.allclose(found, torch.tensor([6 / 9, 6 / 3, 6 / 6]))
+
+
+REFUSED = {
+    "-dataset rare -balance -shuffle no": "not with -shuffle no",
+    "-dataset weighted -balance": "nor with a sampler or weights of their own",
+    f"{TOKENS} -balance": "must list their classes, as dataset.labels or dataset.targets, and Windows has none",
+    "-dataset rare -class_weights balanced -num_classes 5": "(-num_classes) there are [",
+    "-dataset rare -class_weights balance": "'balance' is not balanced or a list of numbers",
+    f"{TOKENS} -data a=0.5,b/a=0.5": "give each place a name of its own",
+    f"{TOKENS} -data a=0,b=0": "and a share above 0",
+    f"{TOKENS} -data a=0.5,none=0.5": "neither train.bin nor a text there",
+    f"{TOKENS} -data a=0.5,words=0.5": "do not mix: {'num_classes': 256} and {'num_classes': 300} describe them",
+}
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """Two places with a text each, and one with tokens of another vocabulary."""
+    for name, text in (("a", "abc" * 3000), ("b", "xyz" * 2000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(text)
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words/meta.json").write_text('{"vocabulary": 300}')
+    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "words/train.bin")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_drawn_is_one_line(flags, message, texts, error_of):
+    assert message in error_of(f"{FLAGS} {flags} -cpu 1")
+
+
+def test_places_are_mixed_by_their_shares(texts):
+    args = config.parse_args(f"{TOKENS} -data a=3,b=1".split())
+    splits = config.plugins.mixed(config.plugins.load("dataset", "tokens"), args.data).get_dataset(args)
+    assert {*splits} == {"train", "val_a", "val_b", "test"} and len(splits["train"]) == 80
+    order = fetch.draw_order(splits["train"], 0, 0) % 80
+    assert (order < 40).sum() == 60
+    assert not check_data.find_faults({"train": splits["train"]}, check_data.World())
+
+
+def test_a_mixture_gives_the_same_run_on_any_number_of_processes_and_has_figures_of_each_part(texts, tmp_path):
+    flags = f"{TOKENS} -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
+    one = run(tmp_path, f"{flags} -cpu 1 -model one")
+    run(tmp_path, f"{flags} -cpu 3 -model parts -limit_steps 3", wanted=75)
+    assert same_tensors(weights(one), weights(run(tmp_path, f"{flags} -cpu 2 -model parts")))
+    assert {"val_a/loss", "val_b/loss"} <= {*"".join((one / "metrics.jsonl").read_text()).split('"')}
+
+
+def test_parts_that_do_not_fit_together_are_refused():
+    one, other = (Tensors(torch.zeros(4), torch.arange(4), classes=names) for names in (["a", "b"], ["b", "a"]))
+    with pytest.raises(UsageError, match="differ in their classes"):
+        sampling.Mixture({"one": one, "other": other}, {"one": 1, "other": 1})
+    with pytest.raises(UsageError, match="has shares for"):
+        sampling.Mixture({"one": one}, {"other": 1})
+    one.sampler = range(4)
+    with pytest.raises(UsageError, match="give it weights instead"):
+        sampling.Mixture({"one": one}, {"one": 1})
+
+
+@pytest.mark.parametrize("numbers", [[1.0, math.nan, 1, 1], [0.0] * 4, [1.0, -1, 1, 1], [1.0, math.inf, 1, 1], [1.0]])
+def test_weights_that_are_none_are_refused(numbers):
+    part = Tensors(torch.zeros(4), torch.arange(4))
+    part.weights = numbers
+    with pytest.raises(UsageError, match="weights of"):
+        sampling.add_sampler(part, parsed("-shuffle"))
