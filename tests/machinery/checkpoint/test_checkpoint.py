@@ -1,8 +1,6 @@
 """Checkpoints: saves in the background, retention, best weights, and the check of free disk space."""
 
-import os
 import shutil
-import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import saves
 import torch
 from runs import few, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
-from saves import SMALL, all_entries, log_of, names, new_checkpoints, save
+from saves import SMALL, log_of, names, new_checkpoints, save
 
 from lib.utils import runtime
 from lib.utils.checkpoint import shards, state, weights
@@ -68,15 +66,6 @@ def test_a_checkpoint_names_the_commit_of_the_code(finished_run):
     assert state.read_manifest(newest)["about"]["git"] == runtime._git_status()
 
 
-def test_retention_keeps_the_last_checkpoints_and_the_milestones_and_all_are_complete(tmp_path):
-    folder = run(tmp_path, f"{SMALL} -epochs 7 -keep_last 2 -keep_every 3 -save_every 1epoch")
-    assert saves.steps(folder) == [28, 24, 20, 12] and saves.kept(folder) == [24, 12]
-    assert all_entries(folder) == sorted(names(folder))
-    for name in names(folder):
-        assert len(saves.tensors(folder / "checkpoints" / name)) > 10
-    assert (folder / "best" / "weights.safetensors").exists()
-
-
 def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_is_never_removed(tmp_path):
     checkpoints = new_checkpoints(tmp_path, keep_last=1)
     for step in (8, 8, 9, 3, 4, 4, 1):
@@ -119,23 +108,6 @@ def test_a_checkpoint_is_not_written_before_the_best_weights_that_it_names(tmp_p
     (tmp_path / "best").unlink()
     save(checkpoints, 3)
     assert saves.newest(tmp_path) == 3 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
-
-
-def test_a_kill_while_best_weights_are_written_keeps_the_older_ones_and_their_checkpoint(tmp_path):
-    checkpoints = saves.new_checkpoints(tmp_path)
-    checkpoints.best = {"a": torch.ones(2)}
-    save(checkpoints, 1)
-    child = os.fork()
-    if not child:
-        shards.as_bytes = lambda values: os.kill(os.getpid(), signal.SIGKILL)  # while the file is written
-        again = saves.new_checkpoints(tmp_path)
-        again.best = {"a": torch.zeros(2)}
-        save(again, 2)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert saves.newest(tmp_path) == 1 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
-    left = [path.name for path in (tmp_path / "best").iterdir()]
-    assert left == ["weights.safetensors"], "removed at the next start"
 
 
 def test_best_is_the_highest_score_and_never_nan(caplog):

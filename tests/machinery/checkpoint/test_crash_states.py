@@ -11,9 +11,10 @@ import crash
 import disk
 import pytest
 import saves
+import torch
 from safetensors import SafetensorError
 
-from lib.utils.checkpoint import atomic, shards
+from lib.utils.checkpoint import atomic, shards, weights
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 OLD, NEW, NEWER = 8, 9, 10  # sorted as strings, the last is the first
@@ -22,8 +23,9 @@ OLD, NEW, NEWER = 8, 9, 10  # sorted as strings, the last is the first
 class Case:
     """A save, and the state before it."""
 
-    def __init__(self, old=OLD, new=NEW, keep_last=1, keep=False):
+    def __init__(self, old=OLD, new=NEW, keep_last=1, keep=False, best=False):
         self.old, self.new, self.options, self.keep = old, new, {"keep_last": keep_last}, keep
+        self.best = best  # each save has better weights than the one before
 
     def prepare(self, tmp_path):
         """Make the run's folder with the old state."""
@@ -35,6 +37,7 @@ class Case:
 
     def save(self, folder, step):
         checkpoints = saves.new_checkpoints(folder, **self.options)
+        checkpoints.best = {"of_step": torch.tensor(step)} if self.best else None
         checkpoints.save(saves.state(step), saves.facts(step), step=step % 5, keep=self.keep)
         checkpoints.close()
 
@@ -43,6 +46,8 @@ class Case:
         try:
             found = saves.newest(folder)
             assert found == self.new if cut.finished else found in (self.old, self.new), f"{found} found"
+            best = shards.read_weights(folder / "best" / weights.FILE)["of_step"] if self.best else found
+            assert best in (found, self.new), f"the best weights are those of {best}, the checkpoint is of {found}"
             for name in saves.names(folder):
                 saves.tensors(folder / "checkpoints" / name)
             self.save(folder, NEWER)
@@ -58,6 +63,7 @@ CASES = {
     "the old one of the same step is removed": Case(OLD, OLD + 5),
     "the first save": Case(None),
     "a milestone next to the old one": Case(keep_last=2, keep=True),
+    "better weights than those of the old one": Case(best=True),
 }
 
 

@@ -1,6 +1,5 @@
 """Sums over ranks, F1 and metrics.jsonl: exact, correct after a resume, and safe on a full disk."""
 
-import inspect
 import json
 import math
 import resource
@@ -16,7 +15,6 @@ from torch import nn
 from lib.utils.compat.metrics_tracker import MetricsTracker
 from lib.utils.distributed import World
 from lib.utils.monitoring import metrics
-from lib.utils.monitoring.logger import Logger, NoLogger
 
 
 def test_intervals_add_up_to_epochs_and_nothing_is_counted_twice():
@@ -170,11 +168,3 @@ def test_f1_is_that_of_scikit_learn_for_labels_of_any_type(kind, classes):
     answers = metrics.Predictions(nn.CrossEntropyLoss(), classes, World())
     answers.add(targets.to(kind), outputs, len(targets))
     assert answers.figures() == {"f1": pytest.approx(f1_score(targets, outputs.argmax(1), average="macro"))}
-
-
-def methods(kind):
-    return {name: inspect.signature(each) for name, each in vars(kind).items() if not name.startswith("_")}
-
-
-def test_what_does_nothing_has_the_methods_of_the_real_one():
-    assert methods(NoLogger).keys() == methods(Logger).keys() != {}
