@@ -178,33 +178,6 @@ def test_an_epoch_that_is_left_early_does_not_affect_the_next(workers):
     assert sorted(number for _, batch in one.epoch(3) for number in batch.tolist()) == list(range(50))
 
 
-class OwnFile(Dataset):
-    """Reads records from a file that it opens at its first use."""
-
-    def __init__(self, path):
-        self.path, self.file = path, None
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        self.file = self.file or self.path.open("rb", buffering=0)
-        self.file.seek(index)
-        time.sleep(0.001)
-        return self.file.read(1)[0]
-
-
-@pytest.mark.parametrize("workers", [(0, 2), (2, 0)])
-def test_a_file_that_one_process_has_open_is_shared_with_no_other(tmp_path, workers):
-    (tmp_path / "records").write_bytes(bytes(range(40)))
-    one = OwnFile(tmp_path / "records")
-    parts = {"train": Subset(one, range(20)), "val": Subset(one, range(20, 40))}
-    with loader.open_loaders(parts, Plan(20, 4, 2), World(), flags(*workers)) as both:
-        for split in ("train", "val", "train") if workers[1] else ("val", "train"):
-            seen = [value for _, batch in both[split].epoch(0) for value in batch.tolist()]
-            assert seen == [*parts[split].indices]
-
-
 def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds, for each process
     args = flags()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import plugins, run, same_tensors, weights
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lib.utils import runtime
 
@@ -79,11 +79,13 @@ def test_a_model_that_keeps_something_of_its_first_pass_trains_as_one_that_does_
     assert same_tensors(*finals)
 
 
-def test_what_a_dataset_makes_at_its_first_sample_is_made_in_each_loader_process(tmp_path):
+@pytest.mark.parametrize("flags", ["-workers 2", "-workers 0 -val_workers 2", "-workers 2 -val_workers 0"])
+def test_what_a_dataset_makes_at_its_first_sample_is_made_in_each_process_that_reads_samples(flags, tmp_path):
     (tmp_path / "rows").write_bytes(Rows().rows.numpy().tobytes())
-    model, data = {"first": lambda args: nn.Linear(64, 4)}, {"train": LazyFile(tmp_path), "val": LazyFile(tmp_path)}
+    model, whole = {"first": lambda args: nn.Linear(64, 4)}, LazyFile(tmp_path)
+    data = {"train": Subset(whole, range(16)), "val": Subset(whole, range(16, ROWS))}
     with plugins(arch=model, dataset={"first": lambda args: data}):
-        run(tmp_path, f"{FLAGS} -workers 2 -hang_minutes 0.5")
+        run(tmp_path, f"{FLAGS} {flags} -hang_minutes 0.5")
 
 
 def test_items_have_the_same_bits_in_loader_processes_and_in_the_rank(tmp_path):
