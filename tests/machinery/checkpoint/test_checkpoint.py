@@ -1,5 +1,6 @@
 """Checkpoints: saves in the background, retention, best weights, and the check of free disk space."""
 
+import math
 import shutil
 import threading
 import time
@@ -112,10 +113,13 @@ def test_a_checkpoint_is_not_written_before_the_best_weights_that_it_names(tmp_p
 
 def test_best_is_the_highest_score_and_never_nan(caplog):
     best = None
-    for epoch, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), 2.5)):
+    for epoch, loss in enumerate((math.nan, 3.0, 2.0, math.nan, 2.5)):
         best = metrics.new_best(best, {"loss": loss}, None, epoch) or best
     assert (best["value"], best["evaluation"]) == (2.0, 2)
-    assert metrics.new_best(None, {"loss": float("nan"), "accuracy": 0.1}, None, 1) is None
+    sets = {"val/loss": math.nan, "val/f1": 0.9, "val_a/loss": 1.0, "val_a/f1": 0.5, "loss": math.nan, "f1": 0.9}
+    assert metrics.new_best(None, sets, None, 1) is metrics.new_best(None, sets, "f1", 1) is None
+    assert metrics.new_best(None, sets, "val_a/f1", 1)["value"] == 0.5
+    assert metrics.new_best(None, {**sets, "val_a/loss": math.nan}, "val_a/f1", 1) is None
     best = metrics.new_best(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
     assert (best["metric"], best["value"]) == ("accuracy", 0.1)
     assert metrics.new_best(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None

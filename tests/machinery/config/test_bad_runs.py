@@ -24,11 +24,6 @@ class Stream(IterableDataset):
         return iter(range(9))
 
 
-class Unsized(Dataset):
-    def __getitem__(self, index):
-        return index
-
-
 WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(torch.zeros(0), torch.zeros(0))
 
 
@@ -36,7 +31,7 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
     ("given", "parts"),
     [
         (Stream(), ["train split is a Stream", "len()"]),
-        (Unsized(), ["train split is a Unsized", "len()"]),
+        (Dataset(), ["train split is a Dataset", "len()"]),
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),
         ({"training": WHOLE}, ["training", "train is required"]),

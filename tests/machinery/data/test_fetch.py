@@ -69,9 +69,10 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
 def test_tensors_in_a_batch_of_any_form_go_to_the_device():
     Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})
     one = torch.ones(2)
-    batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one)}
+    batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one), "mapping": collections.UserDict(x=one)}
     now = tensors.to_device(batch, torch.device("meta"))
-    assert [tensor.is_meta for _, tensor in tensors.named_tensors(now)] == [True] * 4
+    moved = [name for name, tensor in tensors.named_tensors(now) if tensor.is_meta]
+    assert moved == ["pair.0", "pair.1.0", "pair.1.1.0", "own.x", "mapping.x"]
     assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"
 
 

@@ -34,13 +34,10 @@ class Rotated(data.Sampler):
 class Own(Rotated):
     """Has a state that each new epoch changes."""
 
-    seen = 0
+    epoch = 0
 
     def set_epoch(self, epoch):
-        self.epoch, self.seen = epoch, max(epoch, self.seen)
-
-    def __iter__(self):
-        return iter((number + self.seen) % 48 for number in range(48))
+        self.epoch = max(epoch, self.epoch)
 
 
 def gives(numbers):

@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 import torch
-from command_line import parsed
 from runs import few, norm_net, plugins, run
 from saves import SMALL, bits
 from torch import nn
@@ -13,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from lib.core import loss as losses
-from lib.utils.data.tensors import Tensors, named_tensors, to_device
+from lib.utils.data.tensors import Tensors
 from lib.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -167,10 +166,6 @@ def test_a_batch_may_be_any_mapping():
     batch = collections.UserDict({"input": inputs, "labels": labels})
     model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
     assert losses.forward(model, batch, criterion).loss == criterion(model(inputs), labels)
-    assert all(one.is_meta for one in to_device(batch, torch.device("meta")).values())
-    assert [name for name, _ in named_tensors(batch)] == ["input", "labels"]
-    deep = {"pair": (inputs, [labels]), "number": 3}
-    assert [name for name, _ in named_tensors(deep)] == ["pair.0", "pair.1.0"]
 
 
 TWICE = "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"
@@ -189,23 +184,3 @@ def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(odd,
     with plugins(dataset={"odd": lambda args: odd(few(args)["train"])}):
         line = refused(f"{SMALL} -dataset odd -cpu 1")
     assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
-
-
-def criterion(flags: str):
-    return losses.get_loss(parsed(flags))
-
-
-def test_class_weights_multiply_the_loss_of_each_sample():
-    outputs, labels = torch.randn(12, 3), torch.randint(3, (12,))
-    weighted = criterion("-num_classes 3 -class_weights 1,2.5,0 -label_smoothing 0")
-    alone = functional.cross_entropy(outputs, labels, reduction="none")
-    assert torch.allclose(weighted(outputs, labels), (alone * torch.tensor([1, 2.5, 0])[labels]).mean())
-    halves = [weighted(outputs[part], labels[part]) for part in (slice(0, 6), slice(6, 12))]
-    assert torch.allclose(weighted(outputs, labels), sum(halves) / 2)
-    soft = outputs.roll(1, 0).softmax(1)
-    smooth = criterion("-num_classes 3 -class_weights 1,1,1 -label_smoothing 0.1")
-    assert torch.allclose(smooth(outputs, soft), functional.cross_entropy(outputs, soft, label_smoothing=0.1))
-    pixels, soft = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).softmax(1)
-    assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
-    with pytest.raises(UsageError, match="-class_weights 1,2: give one for each of -num_classes 3"):
-        criterion("-num_classes 3 -class_weights 1,2")

@@ -17,7 +17,6 @@ from lib.trainer import trainer
 from lib.utils.checkpoint import manager
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import metrics
 
 # 4 steps an epoch: the run ends in the third epoch, after validations at steps 3, 6, 9 and 10.
 STEPS = f"{SMALL.replace('-epochs 3', '-steps 10')} -eval_every 3steps"
@@ -203,13 +202,6 @@ def test_a_run_that_is_to_end_where_it_already_is_begins_with_its_last_validatio
     result = outcome(folder)
     assert (result["state"], result["step"], result["evaluations"]) == ("finished", 8, 3)
     assert result["test"] != result["test_best"] and result["best"]["evaluation"] == 1, "the loss falls"
-
-
-def test_a_set_whose_loss_is_nan_is_never_the_best_and_others_may_be():
-    figures = {"val/loss": math.nan, "val/f1": 0.9, "val_a/loss": 1.0, "val_a/f1": 0.5, "loss": math.nan, "f1": 0.9}
-    assert metrics.new_best(None, figures, "f1", 1) is None
-    assert metrics.new_best(None, figures, "val_a/f1", 1)["value"] == 0.5
-    assert metrics.new_best(None, {**figures, "val_a/loss": math.nan}, "val_a/f1", 1) is None
 
 
 def test_steps_and_epochs_exclude_each_other_and_the_command_line_wins_over_a_file(tmp_path):

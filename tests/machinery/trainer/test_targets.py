@@ -1,4 +1,5 @@
-"""Targets that a loss cannot take, in any batch, and batches that BatchNorm cannot train on: one line each."""
+"""Targets that a loss cannot take, in any batch, and batches that BatchNorm cannot train on: one line each. Class
+weights, and targets that are ignored."""
 
 import re
 
@@ -143,6 +144,22 @@ def test_a_batch_of_one_that_batchnorm_cannot_train_on_is_said_in_the_first_pass
         run(tmp_path, f"{FLAGS} {flags} -arch places -model places")
         if "drop_last" in message:
             run(tmp_path, f"{FLAGS} {flags} -drop_last -model dropped")
+
+
+def test_class_weights_multiply_the_loss_of_each_sample():
+    outputs, labels = torch.randn(12, 3), torch.randint(3, (12,))
+    weighted = criterion("-num_classes 3 -class_weights 1,2.5,0")
+    alone = functional.cross_entropy(outputs, labels, reduction="none")
+    assert torch.allclose(weighted(outputs, labels), (alone * torch.tensor([1, 2.5, 0])[labels]).mean())
+    halves = [weighted(outputs[part], labels[part]) for part in (slice(0, 6), slice(6, 12))]
+    assert torch.allclose(weighted(outputs, labels), sum(halves) / 2)
+    soft = outputs.roll(1, 0).softmax(1)
+    smooth = criterion("-num_classes 3 -class_weights 1,1,1 -label_smoothing 0.1")
+    assert torch.allclose(smooth(outputs, soft), functional.cross_entropy(outputs, soft, label_smoothing=0.1))
+    pixels, soft = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).softmax(1)
+    assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
+    with pytest.raises(UsageError, match="-class_weights 1,2: give one for each of -num_classes 3"):
+        criterion("-num_classes 3 -class_weights 1,2")
 
 
 @pytest.mark.parametrize("ignored", [0, 255])
