@@ -74,19 +74,13 @@ class DeadlySwap(Deadly):
 
 
 class Counting(Deadly):
-    """It counts passes, in an attribute that has a state."""
+    """It counts passes, and has a state."""
 
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.tally = Tally()
+    passes = 0
 
     def training_step(self, batch):
-        self.tally.passes += 1
+        self.passes += 1
         return super().training_step(batch)
-
-
-class Tally:
-    passes = 0
 
     def state_dict(self):
         return {"passes": self.passes}

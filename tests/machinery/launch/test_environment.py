@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -15,15 +16,12 @@ from scripts import agent
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """An environment without any of these variables."""
-    before = dict(os.environ)
+    """An environment without any of these variables, restored after the test."""
     ours = (*environment.CACHES, *environment.OPENMP_SPIN)
-    for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG"):
-        os.environ.pop(name, None)
-    os.environ["USER"] = "ann"
-    yield monkeypatch
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ, USER="ann"):
+        for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG"):
+            os.environ.pop(name, None)
+        yield monkeypatch
 
 
 def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 from processes import ROOT, until
 from runs import lines
@@ -117,18 +118,16 @@ class Cluster:
 
     def run_here(self, flags: str, wanted: int = 0, **more) -> str:
         """The same as train(), in this process, which has imported torch already."""
-        output, before, names_before = io.StringIO(), dict(os.environ), (slurm.ROOT, plugins.names)
-        os.environ.update(self.env(**more))
-        slurm.ROOT, plugins.names = self.code, lambda kind: [*names_before[1](kind), "slow"]
-        lib.dataset.__path__.append(str(self.code / "lib" / "dataset"))
-        try:
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = train.main([*flags.split(), "-out", str(self.out)])
-        finally:
-            lib.dataset.__path__.pop()
-            slurm.ROOT, plugins.names = names_before
-            os.environ.clear()
-            os.environ.update(before)
+        output, names = io.StringIO(), plugins.names
+        with (
+            mock.patch.dict(os.environ, self.env(**more)),
+            mock.patch.object(slurm, "ROOT", self.code),
+            mock.patch.object(plugins, "names", lambda kind: [*names(kind), "slow"]),
+            mock.patch.object(lib.dataset, "__path__", [*lib.dataset.__path__, str(self.code / "lib" / "dataset")]),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
+            code = train.main([*flags.split(), "-out", str(self.out)])
         assert code == wanted, f"{flags}: exit code {code}: {output.getvalue()}"
         return output.getvalue()
 

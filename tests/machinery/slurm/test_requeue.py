@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -200,15 +201,12 @@ def test_one_task_starts_its_own_processes(task, monkeypatch):
 
 
 @pytest.fixture
-def task(monkeypatch):
-    """The environment of the first of three tasks on one node."""
+def task():
+    """The environment of the first of three tasks on one node, restored after the test."""
     ids = {"JOB_ID": "5", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "STEP_NUM_TASKS": "3"}
-    for name, value in {**ids, "GTIDS": "0,1,2", "STEP_NODELIST": "n1"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    ids |= {"GTIDS": "0,1,2", "STEP_NODELIST": "n1"}
+    with mock.patch.dict(os.environ, {f"SLURM_{name}": value for name, value in ids.items()}):
+        yield
 
 
 def test_a_task_finds_its_rank_and_a_port_of_its_own(task, monkeypatch, tmp_path):

@@ -194,12 +194,6 @@ def test_averaged_weights_resume_exactly_also_on_another_number_of_processes(ave
         assert same_tensors(all_saved(folder), all_saved(averaged)) and bits(folder) == bits(moved) == bits(averaged)
 
 
-def test_under_ddp_averages_of_running_statistics_are_rank_0s(tmp_path):
-    """Each rank averages those of its own passes: an evaluation and a save give all the first one's."""
-    folder = run(tmp_path, f"{EMA} -cpu 2 -deterministic no -save_every 1steps")
-    assert outcome(folder)["state"] == "finished"
-
-
 def test_evaluations_use_the_averaged_weights(averaged, tmp_path):
     run(averaged.parent, f"{EMA} -cpu 1 -eval -weights {averaged / 'final' / 'weights.safetensors'}")
     message = json.loads((averaged / "eval.json").read_text())
