@@ -15,6 +15,7 @@ import tiny_data
 import torch
 from PIL import Image
 from runs import plugins, run, same_tensors, weights
+from tars import jpeg, pairs, write
 from tqdm import tqdm
 
 from lib import config
@@ -27,30 +28,6 @@ FLAGS = "-dataset tar -arch convnet -image_size 16 -batch_size 4 -epochs 2"
 
 def dataset(data, *flags):
     return tar.get_dataset(config.parse_args([*FLAGS.split(), "-data", str(data), *flags]))
-
-
-def jpeg(shade: int = 90, size=(40, 30)) -> bytes:
-    written = io.BytesIO()
-    pixels = np.random.default_rng(shade).integers(0, 60, (*size[::-1], 3), dtype=np.uint8)
-    Image.fromarray(pixels + np.uint8(shade)).save(written, "JPEG")
-    return written.getvalue()
-
-
-def write(file: Path, members: dict, **options) -> None:
-    """Write a tar file: bytes by name; a TarInfo stands for itself."""
-    with tarfile.open(file, "w", **options) as opened:
-        for name, data in members.items():
-            member = data if isinstance(data, tarfile.TarInfo) else tarfile.TarInfo(name)
-            member.size = 0 if member is data else len(data)
-            opened.addfile(member, None if member is data else io.BytesIO(data))
-
-
-def pairs(count: int, start: int = 0, path: str = "") -> dict:
-    found = {}
-    for number in range(start, start + count):
-        name, label = f"{path}{number:04d}", number % 2
-        found |= {f"{name}.jpg": jpeg(label * 100), f"{name}.cls": b"%d\n" % label}
-    return found
 
 
 @pytest.fixture
@@ -236,10 +213,6 @@ ODD = {  # a file in DATA: what makes it, and the message
     "train-4.tar": (Path.mkdir, "train-4.tar: cannot be read .not a regular file"),
     "train-5.tar": (lambda file: file.symlink_to("nowhere"), "train-5.tar: cannot be read .No such file"),
     "train-6.tar.GZ": (Path.touch, "train-6.tar.GZ: compressed .1 such"),
-    "val-0.tar": (
-        lambda file: write(file, {"7.json": b"{}"}),
-        "samples of val have no class, in NAME.cls; a dataset",
-    ),
     "classes.txt": (lambda file: file.write_bytes(b"b\xe4r\n"), "classes.txt: cannot be read"),
     "./classes.txt": (lambda file: file.write_bytes(b"ant\n\nbee\n"), "classes.txt: an empty line"),
 }
