@@ -1,5 +1,6 @@
 """The file-system calls of a process below one folder: they are numbered and recorded, and one of them fails."""
 
+import _pyio
 import builtins
 import io
 import os
@@ -26,10 +27,7 @@ class Failure:
 
 
 class Calls:
-    """The file-system calls of this process below a folder: numbered, recorded, one of them fails.
-
-    Its methods replace the functions of os with the same names.
-    """
+    """What the module says, of this process. Its methods replace the functions of os with the same names."""
 
     def __init__(self, folder, failure):
         self.folder, self.failure, self.failed = Path(folder).resolve(), failure, False
@@ -39,10 +37,10 @@ class Calls:
     def install(self):
         for name in (*WATCHED, *TWINS):
             setattr(os, name, getattr(self, TWINS.get(name, name)))
-        io.open = builtins.open = self.open_file
+        io.open = builtins.open = _pyio.open  # its files call the functions of os, where those of io are in C
         bound = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's pathlib keeps the functions of os
         for name in [name for name in (*WATCHED, *TWINS) if hasattr(bound, name)]:
-            setattr(bound, name, self.open_file if name == "open" else getattr(os, name))
+            setattr(bound, name, staticmethod(_pyio.open if name == "open" else getattr(os, name)))
 
     def call(self, entry, act, half=None):
         with self.lock:
@@ -138,33 +136,3 @@ class Calls:
 
     def unlink(self, path, *, dir_fd=None):
         self.named("unlink", self.where(path, dir_fd), lambda: REAL["unlink"](path, dir_fd=dir_fd))
-
-    def open_file(
-        self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None
-    ):
-        """Python's open(), with numbered writes to its file."""
-        if (file not in self.files) if isinstance(file, int) else self.where(file) is None:
-            return REAL_OPEN(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        raw = _Raw(self, file, mode.replace("b", "").replace("t", ""), closefd, opener)
-        if buffering == 0:
-            return raw
-        size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
-        kind = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
-        buffered = kind(raw, size)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1)
-
-
-class _Raw(io.FileIO):
-    """The file under Python's buffers."""
-
-    def __init__(self, calls, file, mode, closefd, opener):
-        self.calls = calls
-        super().__init__(file, mode, closefd, opener or (lambda path, flags: calls.open(path, flags, 0o666)))
-
-    def write(self, data):
-        return self.calls.write(self.fileno(), data)
-
-    def close(self):
-        if not self.closed and self.closefd:
-            self.calls.files.pop(self.fileno(), None)
-        super().close()
