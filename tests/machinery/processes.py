@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -271,6 +271,44 @@ class Starter:
         run = Run(pid, self.folder / "out" / model, log, notes, ended, ours)
         self.runs.append(run)
         return run
+
+
+@contextlib.contextmanager
+def session(command: list[str], log: Path, **options) -> Iterator[subprocess.Popen]:
+    """Run a program in a session of its own, whose output is added to a file, and kill the session at the end."""
+    with log.open("ab") as file:
+        options = {"cwd": ROOT, "stdout": file, "stderr": file, "start_new_session": True, **options}
+        process = subprocess.Popen(command, **options)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """The process ids of a process's children; [] if it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def python(*args, code: int = 0, cwd: Path = ROOT, env: dict = CLEAN) -> str:
+    """The output of Python with these arguments. It must end with this exit code."""
+    command = [sys.executable, *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def copy_of_the_code(folder: Path) -> Path:
+    """Copy what runs and their scripts need to an existing or new folder, and return it."""
+    for part in ("lib", "scripts", "data"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("train.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, folder)
+    return folder
 
 
 def fake_program(folder: Path, name: str, text: str):

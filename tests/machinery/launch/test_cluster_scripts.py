@@ -2,14 +2,13 @@
 arguments."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, fake_program
+from processes import copy_of_the_code, fake_program
 
 import train
 
@@ -19,12 +18,8 @@ MODULE = 'module() { echo "module $*"; }; export -f module; '
 @pytest.fixture
 def project(tmp_path):
     """A copy of the scripts and the code, with a folder `bin` for fake programs."""
-    for name in ("scripts", "lib", "data"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("train.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
-    return tmp_path
+    return copy_of_the_code(tmp_path)
 
 
 def bash(folder: Path, command: str, **variables) -> str:

@@ -1,18 +1,18 @@
 """torchrun with nodes that join and leave, on loopback: the run continues on the remaining nodes where it was."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import ports
 import pytest
 from needs import require
-from processes import CLEAN, ROOT, until
+from processes import CLEAN, ROOT, children, session, until
 from runs import distance, lines, outcome, run
 
 pytestmark = pytest.mark.timeout(600)  # 4,000 steps take minutes on a machine with other work
@@ -20,40 +20,25 @@ FLAGS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -lo
 FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
 
 
-class Node:
-    """A node of an elastic run: scripts/elastic.sh in a session of its own."""
-
-    def __init__(self, out: Path, number: int, env: dict):
-        self.log = (out.parent / f"node_{number}.log").open("w+")
-        usual = {"NODES": "1:2", "PER_NODE": "1", "OMP_NUM_THREADS": "1", "IS_HOST": str(int(not number))}
-        command = ["./scripts/elastic.sh", *FLAGS.split(), "-out", str(out)]
-        streams = {"stdout": self.log, "stderr": self.log, "start_new_session": True}
-        self.agent = subprocess.Popen(command, cwd=ROOT, env={**CLEAN, **usual, **env}, **streams)
-
-    def worker(self) -> int:
-        """The process id of the node's worker, as soon as it trains."""
-        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
-        return until(lambda: children.exists() and [int(pid) for pid in children.read_text().split()])[0]
-
-    def end(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.agent.pid, signal.SIGKILL)
-        self.agent.wait()
-        self.log.close()
-
-
 @pytest.fixture
 def nodes(tmp_path):
-    """A function that starts nodes; the remaining ones are ended after the test."""
-    started = []
+    """A function that starts the next node of an elastic run; the remaining ones are ended after the test."""
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
 
-    def start(**env):
-        started.append(Node(tmp_path / "out", len(started), env))
-        return started[-1]
+        def start(**env):
+            number = next(numbers)
+            usual = {"NODES": "1:2", "PER_NODE": "1", "OMP_NUM_THREADS": "1", "IS_HOST": str(int(not number))}
+            command = ["./scripts/elastic.sh", *FLAGS.split(), "-out", str(tmp_path / "out")]
+            log = tmp_path / f"node_{number}.log"
+            return stack.enter_context(session(command, log, env={**CLEAN, **usual, **env}))
 
-    yield start
-    for node in started:
-        node.end()
+        yield start
+
+
+def worker(agent) -> int:
+    """The process id of an agent's worker, as soon as it trains."""
+    return until(lambda: children(agent.pid))[0]
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +60,17 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
 
     until(lambda: _steps(log) > joined["resumed"] + 20)
     done = _steps(log)
-    os.kill(second.worker(), signal.SIGKILL)
+    os.kill(worker(second), signal.SIGKILL)
     replaced = _wait_for_start(log, 3)
     assert replaced["resumed"] >= done > joined["resumed"] + 20
 
     until(lambda: _steps(log) > replaced["resumed"] + 20)
-    os.kill(second.agent.pid, signal.SIGKILL)
+    os.kill(second.pid, signal.SIGKILL)
     smaller = _wait_for_start(log, 4)
     assert smaller["stopped"] == smaller["resumed"] > replaced["resumed"]
     assert "signal SIGTERM" in log.read_text()
 
-    assert first.agent.wait(400) == 0
+    assert first.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
 
 
@@ -112,13 +97,13 @@ def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tm
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     head, other = nodes(**env), nodes(**env)
     _wait_until_it_trains(log)
-    other.worker()
-    os.kill(other.agent.pid, signal.SIGTERM)
-    assert other.agent.wait(60)
+    worker(other)
+    os.kill(other.pid, signal.SIGTERM)
+    assert other.wait(60)
     nodes(**env)
     replaced = _wait_for_start(log, 2)
     assert replaced["stopped"] == replaced["resumed"] > 0
-    assert head.agent.wait(400) == 0
+    assert head.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
 
 
@@ -152,8 +137,8 @@ def _check_same_end(folder, single):
 
 def test_a_worker_whose_agent_ends_before_torch_is_imported_detects_that_it_is_an_orphan(tmp_path):
     """The agent is a shell that ends at once; its worker imports torch afterwards."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(
+    program = tmp_path / "worker.py"
+    program.write_text(
         "import os, pathlib, time\n"
         "from lib.utils import errors\n"
         "pathlib.Path('ready').touch()\n"
@@ -164,6 +149,6 @@ def test_a_worker_whose_agent_ends_before_torch_is_imported_detects_that_it_is_a
         "os.rename('partial', 'answer')\n"
     )
     env = {**CLEAN, "PYTHONPATH": str(ROOT), "TORCHELASTIC_MAX_RESTARTS": "3"}
-    agent = f"{sys.executable} {worker} & until [ -e ready ]; do sleep 0.05; done"
+    agent = f"{sys.executable} {program} & until [ -e ready ]; do sleep 0.05; done"
     subprocess.run(["sh", "-c", agent], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL)
     assert until((tmp_path / "answer").exists) and (tmp_path / "answer").read_text() == "True"

@@ -1,14 +1,12 @@
 """Environment variables for torch and other libraries: caches, debugging, the fast network of some machines."""
 
 import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
 from command_line import parsed
-from processes import ROOT
+from processes import python
 
 from lib.launch import environment
 from scripts import agent
@@ -43,12 +41,9 @@ def test_caches_are_set_before_torch_is_imported(bare, tmp_path):
     """In a real run of two processes inductor's cache is in -cache_dir."""
     code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
     flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -cache_dir {tmp_path} -out {tmp_path}".split()
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *flags]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 75, done.stderr
+    output = python("-c", code, *flags, code=75, env={**os.environ, "OMP_NUM_THREADS": "1"})
     for name, part in environment.CACHES.items():
-        assert f"'{name}': '{tmp_path / part}'" in done.stdout
+        assert f"'{name}': '{tmp_path / part}'" in output
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from command_line import parsed
 from kubeflow_trainer_api import models as trainer_api
-from processes import CLEAN, ROOT, until
+from processes import CLEAN, ROOT, children, python, until
 
 from lib.utils.checkpoint import run_folder
 
@@ -77,12 +77,9 @@ def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tm
     sent = context(tmp_path / "image")
     assert sum(file.stat().st_size for file in sent) < 2_000_000
     assert {tmp_path / "image" / "scripts" / "elastic.sh", tmp_path / "image" / "pyproject.toml"} <= set(sent)
-    command = [sys.executable, *command[1:3], str(tmp_path / "runs"), "-epochs", "1"]
-    run = subprocess.run(command, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and "finished:" in run.stdout, run.stderr
-    command = [sys.executable, "scripts/status.py", str(tmp_path / "runs")]
-    table = subprocess.run(command, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=60)
-    assert "digits_convnet  finished" in table.stdout, table.stderr
+    assert "finished:" in python(*command[1:3], tmp_path / "runs", "-epochs", "1", cwd=tmp_path / "image")
+    table = python("scripts/status.py", tmp_path / "runs", cwd=tmp_path / "image")
+    assert "digits_convnet  finished" in table
     assert any(line.startswith("RUN apt-get") and " g++ " in line for line in lines), "-compile needs a compiler"
 
 
@@ -150,7 +147,7 @@ class Pod:
         self.process.wait()
 
     def first(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        return children(self.process.pid)[0]
 
     def wait(self) -> int:
         return self.process.wait(120)

@@ -4,13 +4,12 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import CLEAN, ROOT, until
+from processes import CLEAN, children, session, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 NETWORKS = {"baton_a": "10.77.0.1", "baton_b": "10.77.0.2"}
@@ -45,21 +44,14 @@ def test_machines_with_different_addresses_train_one_run(tmp_path, networks, uni
     """elastic.sh sets gloo's interface to the one that reaches the other machine. Each machine has a network."""
     env = {**CLEAN, "OMP_NUM_THREADS": "1", "HEAD": f"{NETWORKS[networks[0]]}:29400", "NODES": "2"}
     command = ["./scripts/elastic.sh", *"-arch mlp -epochs 3 -cpu 1 -model run -out".split(), str(tmp_path / "out")]
-    agents = []
-    try:
-        for name in networks:
-            prefix, log = ["ip", "netns", "exec", name], (tmp_path / f"{name}.log").open("w")
-            options = {"cwd": ROOT, "env": env, "stdout": log, "stderr": log, "start_new_session": True}
-            agents.append(subprocess.Popen([*prefix, *command], **options))
+    with contextlib.ExitStack() as stack:
+        prefixes = [["ip", "netns", "exec", name] for name in networks]
+        sessions = [session([*prefix, *command], tmp_path / f"{prefix[-1]}.log", env=env) for prefix in prefixes]
+        agents = [stack.enter_context(one) for one in sessions]
         for agent in agents:
             worker = until(lambda agent=agent: workers(agent.pid))[0]
             assert b"\0GLOO_SOCKET_IFNAME=cable\0" in Path(f"/proc/{worker}/environ").read_bytes()
         assert [agent.wait(120) for agent in agents] == [0, 0]
-    finally:
-        for agent in agents:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
-            agent.wait()
     run = tmp_path / "out" / "run"
     assert json.loads((run / "outcome.json").read_text())["state"] == "finished"
     assert (run / "final" / "weights.safetensors").read_bytes() == uninterrupted.weights()
@@ -68,8 +60,7 @@ def test_machines_with_different_addresses_train_one_run(tmp_path, networks, uni
 def workers(agent: int) -> list[int]:
     """The process ids of an agent's workers, without those that are just ending."""
     found = []
-    with contextlib.suppress(OSError):
-        for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
-            with contextlib.suppress(OSError):
-                found += [pid] if b"-u\0train.py\0" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+    for pid in children(agent):
+        with contextlib.suppress(OSError):
+            found += [pid] if b"-u\0train.py\0" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
     return found

@@ -5,7 +5,6 @@ AGENT_NOTES is the file for what it receives.
 
 import json
 import os
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,29 +35,24 @@ class Api(BaseHTTPRequestHandler):
         """stdout is the agent's log."""
 
 
-def serve(handler) -> str:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"127.0.0.1:{server.server_port}"
-
-
 def note(**facts):
-    facts = {"argv": sys.argv, "token": os.environ.get("NGROK_AUTHTOKEN"), "pid": os.getpid(), **facts}
+    facts = {"token": os.environ.get("NGROK_AUTHTOKEN"), "pid": os.getpid(), **facts}
     partial = NOTES.with_suffix(".partial")
     partial.write_text(json.dumps(facts))
     partial.replace(NOTES)
 
 
-def say(level, message, **fields):
-    more = "".join(f" {name}={value}" for name, value in fields.items())
-    print(f't=2026-01-01T00:00:00Z lvl={level} msg="{message}"{more}', flush=True)
+def say(message, fields):
+    print(f't=2026-01-01T00:00:00Z lvl=info msg="{message}" {fields}', flush=True)
 
 
 def main():
     note()
-    say("info", "starting web service", obj="web", addr=serve(Api))
-    say("info", "tunnel session started", obj="tunnels.session")
-    say("info", "client session established", obj="csess")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    say("starting web service", f"obj=web addr=127.0.0.1:{server.server_port}")
+    say("tunnel session started", "obj=tunnels.session")
+    say("client session established", "obj=csess")
     threading.Event().wait()
 
 

@@ -6,16 +6,15 @@ import os
 import random
 import signal
 import struct
-import subprocess
 import sys
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ports
 import pytest
 import runs
-from processes import ROOT, until
+from processes import python, session, until
 
 SECRET = "3f" * 20
 NEEDS = "needs uv pip install -r pyproject.toml --group track"
@@ -51,31 +50,25 @@ def run_killed_at(start, name, flags, env, step, sent):
 class Server:
     """MLflow's server with a store in SQLite."""
 
-    def __init__(self, folder: Path):
+    def __init__(self):
         # Below the range of ephemeral ports, which may be taken in the half minute until the server listens.
-        self.port, self.folder = next(filter(ports.is_free, random.sample(range(20000, 32000), 99))), folder
+        self.port = next(filter(ports.is_free, random.sample(range(20000, 32000), 99)))
         self.uri = f"http://127.0.0.1:{self.port}"
-        self.start()
 
-    def start(self):
+    @contextmanager
+    def running(self, folder: Path):
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder / 'store.db'}"]
-        env = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}
-        with (self.folder / "server.log").open("ab") as log:
-            streams = {"stdout": log, "stderr": log, "start_new_session": True}
-            self.process = subprocess.Popen(command, cwd=self.folder, env=env, **streams)
-        until(self.is_ready, 250, what=lambda: (self.folder / "server.log").read_text())
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'store.db'}"]
+        env, log = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}, folder / "server.log"
+        with session(command, log, cwd=folder, env=env) as process:
+            until(lambda: process.poll() is not None or self.is_ready(), 250, what=log.read_text)
+            assert process.poll() is None, log.read_text()
+            yield self
 
     def is_ready(self) -> bool:
-        assert self.process.poll() is None, (self.folder / "server.log").read_text()
         with suppress(OSError):
             return urllib.request.urlopen(f"{self.uri}/health", timeout=5).status == 200
         return False
-
-    def stop(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
     def tracked(self) -> list:
         """All runs of the experiment, oldest first."""
@@ -99,9 +92,8 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     pytest.importorskip("mlflow", reason=NEEDS)
-    one = Server(tmp_path_factory.mktemp("mlflow"))
-    yield one
-    one.stop()
+    with Server().running(tmp_path_factory.mktemp("mlflow")) as one:
+        yield one
 
 
 def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
@@ -124,8 +116,7 @@ def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
     assert tracked.data.params["arch"] == "mlp" and float(tracked.data.params["lr_start"]) > 0
     assert has_no_key(run.folder)
 
-    command = [sys.executable, "scripts/track.py", "mlflow", str(run.folder)]  # all is there: nothing is sent again
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, check=True, timeout=250)
+    python("scripts/track.py", "mlflow", run.folder, env={**os.environ, **env})  # all is there: nothing is sent again
     assert len(server.tracked()) == 1 and server.points(server.tracked()[0]) == logged_points(run.folder)
 
 
@@ -178,7 +169,5 @@ def test_wandb_has_each_step_of_a_killed_run_once(start):
 def test_a_tracker_that_is_not_installed_gives_one_warning(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")\n")
-    command = [sys.executable, "scripts/track.py", "mlflow", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.stdout == "-track: nothing more is sent to mlflow (No module named 'mlflow')\n" and done.stderr == ""
+    output = python("scripts/track.py", "mlflow", tmp_path, code=1, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert output == "-track: nothing more is sent to mlflow (No module named 'mlflow')\n"

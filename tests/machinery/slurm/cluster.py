@@ -25,7 +25,7 @@ TOOLS = ("slurmctld", "slurmd", "munged")
 MISSING = next((tool for tool in TOOLS if not shutil.which(tool, path="/usr/sbin:/usr/bin")), "")
 ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
 ENABLED_BY = ENABLED_BY and f"no Slurm here; enabled by: {ENABLED_BY}"
-SLOW = '''"""The digits without augmentation, read slowly; they can kill their process."""
+DATASET = '''"""The digits without augmentation, read slowly; they can kill their process."""
 
 import os
 import signal
@@ -64,16 +64,6 @@ def get_dataset(args):
     train.args = args
     return {**parts, "train": train}
 '''
-
-
-def copy_of_the_code(folder: Path) -> Path:
-    """A copy of the repository, with a dataset called slow."""
-    for part in ("lib", "scripts"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "data", folder / "data")
-    shutil.copy(ROOT / "train.py", folder)
-    (folder / "lib" / "dataset" / "slow.py").write_text(SLOW)
-    return folder
 
 
 class Cluster:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from command_line import parsed
-from processes import ROOT
+from processes import ROOT, python
 
 from lib import launch
 from lib.launch import local, slurm
@@ -137,9 +137,8 @@ def fake_scontrol(folder: Path, job: str):
 
 
 def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeue(stopped):
-    code = [sys.executable, "-m", "scripts.slurm.requeue", str(stopped), "0"]
-    run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 75 and "type: scontrol requeue 12" in run.stdout
+    said = python("-m", "scripts.slurm.requeue", stopped, "0", code=75, env=dict(os.environ))
+    assert "type: scontrol requeue 12" in said
     assert "requeued" not in json.loads(stopped.read_text())
 
 

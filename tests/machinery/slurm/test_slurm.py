@@ -7,8 +7,8 @@ import time
 
 import needs
 import pytest
-from cluster import ENABLED_BY, Cluster, copy_of_the_code, steps_of
-from processes import until
+from cluster import DATASET, ENABLED_BY, Cluster, steps_of
+from processes import copy_of_the_code, until
 from runs import distance, outcome
 
 from lib.utils.checkpoint import run_folder
@@ -20,7 +20,9 @@ LONG = "-slow_s 0.15 -threads 1"  # 60 steps in 9 s
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory):
-    return copy_of_the_code(tmp_path_factory.mktemp("code"))
+    folder = copy_of_the_code(tmp_path_factory.mktemp("code"))
+    (folder / "lib" / "dataset" / "slow.py").write_text(DATASET)
+    return folder
 
 
 @pytest.fixture(scope="module")
