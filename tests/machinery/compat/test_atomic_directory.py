@@ -17,9 +17,9 @@ from lib.utils.checkpoint import atomic
 from lib.utils.compat.atomic_directory import AtomicDirectory, atomic_torch_save
 
 
-def save(saver, content="x", force=False):
+def save(saver, force=False):
     path = saver.prepare_checkpoint_directory(force_save=force)
-    Path(path, "checkpoint.txt").write_text(content)
+    Path(path, f"shard_{saver.world.rank}").write_text("x")
     saver.symlink_latest(path)
     return Path(path).name
 
@@ -140,23 +140,16 @@ def _check_forced_saves(rank, folder):
 
 def _check_failing_saves(rank, folder):
     saver = AtomicDirectory(folder, is_master=rank == 0)
-    first = save_shared(saver)
+    first = save(saver)
     for place, owner, name in ((0, atomic, "write_file"), (1, atomic, "fsync"), (0, Path, "symlink_to")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as message:
             if rank == place:
                 patch.setattr(owner, name, raise_no_space)
-            save_shared(saver)
+            save(saver)
         assert rank == place or f"rank {place}: " in str(message.value)
         assert latest(saver).name == first
-    assert save_shared(saver) == "AtomicDirectory_checkpoint_1"
+    assert save(saver) == "AtomicDirectory_checkpoint_1"
     assert latest(saver).name == "AtomicDirectory_checkpoint_1"
-
-
-def save_shared(saver):
-    path = saver.prepare_checkpoint_directory()
-    Path(path, f"shard_{saver.world.rank}").write_text("x")
-    saver.symlink_latest(path)
-    return Path(path).name
 
 
 def _check_async(rank, folder):

@@ -1,5 +1,6 @@
 """-dataset tar from URLs: a web server that fails in three ways, and a real S3 (moto's)."""
 
+import concurrent.futures
 import multiprocessing
 import subprocess
 import sys
@@ -41,26 +42,16 @@ def web(shards):
 def samples(data, *flags) -> dict:
     """What a dataset has, read as loader processes read it: in a child, whose threads no test has then."""
     args = config.parse_args([*FLAGS, "-augment", "no", "-data", str(data), *map(str, flags)])
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
+        return child.submit(read, args).result()
 
-    def read(pipe):
-        found = {}
-        try:
-            for split, part in tar.get_dataset(args).items():
-                part.prefetch_samples([*range(0, len(part), 2), 0])
-                pixels = [(image.numpy().tobytes(), label) for image, label in part]
-                found[split] = part.fingerprint, part.classes, pixels, part.sample_name(len(part) - 1)
-        except UsageError as error:
-            found = error
-        pipe.send(found)
 
-    ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=read, args=(theirs,))
-    child.start()
-    theirs.close()
-    found = ours.recv()
-    child.join()
-    if isinstance(found, UsageError):
-        raise found
+def read(args) -> dict:
+    found = {}
+    for split, part in tar.get_dataset(args).items():
+        part.prefetch_samples([*range(0, len(part), 2), 0])
+        pixels = [(image.numpy().tobytes(), label) for image, label in part]
+        found[split] = part.fingerprint, part.classes, pixels, part.sample_name(len(part) - 1)
     return found
 
 

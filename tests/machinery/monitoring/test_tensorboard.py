@@ -25,12 +25,12 @@ from lib.utils.distributed import World
 from lib.utils.monitoring.logger import Logger, tensorboard_tag
 
 
-def new_logger(folder, start_step=0, flags=""):
-    return Logger(folder, World(), config.parse_args(flags.split()), Plan(100, 1, 1, total_steps=100), start_step)
-
-
-def log_loss(logger, step, loss=0.5):
-    logger.log_evaluation(State(step=step, epoch=1), "val", {"loss": loss})
+def log_loss(folder, flags, loss):
+    """Log a loss as a run with these flags does."""
+    args, plan = config.parse_args(flags.split()), Plan(100, 1, 1, total_steps=100)
+    logger = Logger(folder, World(), args, plan, start_step=0)
+    logger.log_evaluation(State(step=7, epoch=1), "val", {"loss": loss})
+    logger.close()
 
 
 def fetch(address, path=""):
@@ -39,12 +39,9 @@ def fetch(address, path=""):
 
 
 def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
-    for name in ("first", "second"):
+    for name, lr in (("first", 0.25), ("second", 0.5)):
         (tmp_path / name).mkdir()
-    logger = new_logger(tmp_path / "first", flags="-arch mlp -lr_start 0.25")
-    log_loss(logger, 7)
-    logger.close()
-    log_loss(new_logger(tmp_path / "second", flags="-arch mlp -lr_start 0.5"), 7, 0.4)
+        log_loss(tmp_path / name, f"-arch mlp -lr_start {lr}", loss=lr)
     first, second = serve(tmp_path), serve(tmp_path)
     address, other = (address_in(run.stdout.readline()) for run in (first, second))
     assert all(re.fullmatch(r"http://127\.0\.0\.1:6\d{3}/", one) for one in (address, other)) and address != other
