@@ -43,9 +43,9 @@ def new_loader(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0,
     return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, round_robin=round_robin)
 
 
-def flags(workers=2, val_workers=None, shuffle=False):
+def flags(val_workers=None):
     """The flags that `open_loaders` reads."""
-    given = {"workers": workers, "val_workers": val_workers, "shuffle": shuffle}
+    given = {"workers": 2, "val_workers": val_workers, "shuffle": False}
     return types.SimpleNamespace(seed=0, debug=False, parallel="ddp", **given)
 
 

@@ -1,5 +1,6 @@
 """The files in scripts/kubernetes fit each other, train.py and elastic.sh; process 1 of a pod stops correctly."""
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -53,19 +54,19 @@ def test_kubeflow_trainer_and_kubernetes_know_every_key_of_their_files():
 
 @pytest.mark.parametrize("kind", PODS)
 def test_a_pod_starts_a_file_of_the_image_with_flags_that_train_py_accepts(kind):
-    start, pod = STARTS[kind], PODS[kind]
+    start, spec = STARTS[kind], PODS[kind]
     args = parsed(start["args"])
     assert start["command"] == ["./scripts/elastic.sh"] and (ROOT / start["command"][0]).is_file()
-    assert start["image"] == pod["containers"][0]["image"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert start["image"] == spec["containers"][0]["image"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert set(mounts.values()) == set(volumes) and args.workers and "/dev/shm" in mounts
     claim = volumes[mounts[args.out]]["persistentVolumeClaim"]["claimName"]
     wanted = DOCUMENTS["runs", "PersistentVolumeClaim"]
     assert claim == wanted["metadata"]["name"] and wanted["spec"]["accessModes"] == ["ReadWriteMany"]
 
     cut = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", (ROOT / "scripts" / "elastic.sh").read_text())[1])
-    assert args.grace_s < cut < pod["terminationGracePeriodSeconds"]
+    assert args.grace_s < cut < spec["terminationGracePeriodSeconds"]
 
 
 def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tmp_path):
@@ -116,38 +117,27 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
     image = tmp_path / "image"
     context(image)
     (image / ".venv").symlink_to(sys.prefix)
-    with Pod("v2", command, image) as pod:
+    with pod("v2", command, image) as first:
         until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
-        os.kill(pod.first(), signal.SIGTERM)
-        assert pod.wait() == 1  # so that Kubernetes starts it again
+        os.kill(children(first.pid)[0], signal.SIGTERM)
+        assert first.wait(120) == 1  # so that Kubernetes starts it again
     stopped = run_folder.read_json(folder / "outcome.json")
     assert stopped["state"] == "stopped" and stopped["step"] > 0
 
-    with Pod("v1", [*command, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
-        assert pod.wait() == 0
+    with pod("v1", [*command, "-limit_steps", str(stopped["step"] + 1)], image) as second:
+        assert second.wait(120) == 0
     assert run_folder.read_json(folder / "outcome.json")["step"] == stopped["step"] + 1
 
 
-class Pod:
+@contextlib.contextmanager
+def pod(kind, command, image):
     """Start the command of a pod from the image's files, as process 1 of a namespace of its own, with the variables
     of its operator."""
-
-    def __init__(self, kind, command, image):
-        port = ports.free()
-        given = dict(f"PET_{one}".split("=") for one in GIVEN[kind].format(port=port).split())
-        command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *command]
-        env = {**CLEAN, "OMP_NUM_THREADS": "1", **given}
-        self.process = subprocess.Popen(command, cwd=image, env=env)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-
-    def first(self) -> int:
-        return children(self.process.pid)[0]
-
-    def wait(self) -> int:
-        return self.process.wait(120)
+    given = dict(f"PET_{one}".split("=") for one in GIVEN[kind].format(port=ports.free()).split())
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *command]
+    process = subprocess.Popen(command, cwd=image, env={**CLEAN, "OMP_NUM_THREADS": "1", **given})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 import types
 
 import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from processes import CLEAN
+from processes import python
 from runs import run, same_tensors
 from safetensors.torch import load_file
 
@@ -30,11 +28,10 @@ def trained_run(tmp_path_factory):
 
 
 def run_export(*args):
-    command = [sys.executable, "scripts/export.py", *map(str, args)]
     if "-format" in args:  # after torch.export (2.15) no process may be forked that trains
-        subprocess.run(command, cwd=config.ROOT, env=CLEAN, check=True)
+        python("scripts/export.py", *args)
     else:
-        assert export.main(command[2:]) == 0
+        assert export.main([*map(str, args)]) == 0
 
 
 def model_of(trained_run) -> torch.nn.Module:
@@ -72,7 +69,7 @@ def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run, tmp_
     run_export(trained_run, "-format", "torchexport", "-from", "final")
     images, file = torch.rand(7, 1, 8, 8), tmp_path / "images.pt"
     torch.save(images, file)
-    subprocess.run([sys.executable, "-c", LOAD, trained_run / "small.pt2", file], env=CLEAN, check=True)
+    python("-c", LOAD, trained_run / "small.pt2", file)
     outputs, facts = torch.load(file)
     torch.testing.assert_close(outputs, model_of(trained_run)(images))
     assert json.loads(facts)["image_size"] == 8
