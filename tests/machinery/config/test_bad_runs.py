@@ -67,11 +67,6 @@ def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):
     assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
 
 
-def colour_images(count, classes):
-    """Images with 3 channels and ascending labels; the last image is of the last class."""
-    return Tensors(torch.randn(count, 3, 8, 8), torch.arange(count) * classes // count)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -81,7 +76,8 @@ def colour_images(count, classes):
     ],
 )
 def test_flags_that_contradict_the_data_are_refused(flags, message, refused):
-    late = {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)}
+    sizes = {"train": 20, "val": 90}  # with 2 and 9 classes of 10 images
+    late = {part: Tensors(torch.randn(size, 3, 8, 8), torch.arange(size) // 10) for part, size in sizes.items()}
     with runs.plugins(dataset={"late": lambda args: late}):
         assert message in refused(f"-cpu 1 -epochs 1 -dataset {flags} -data {config.ROOT / 'data'}")
 

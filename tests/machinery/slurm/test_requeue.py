@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -11,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from command_line import parsed
-from processes import ROOT, python
+from processes import python
 
 from lib import launch
 from lib.launch import local, slurm
@@ -240,7 +238,7 @@ def test_modules_that_may_receive_a_signal_early_are_imported_without_torch():
         (f"{checkpoint}.manager, {checkpoint}.resume, {checkpoint}.weights", "torch.distributed.tensor"),
     ):
         probe = f"import {modules}, sys; sys.exit({avoided!r} in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0, modules
+        python("-c", probe)
 
 
 def test_only_rank_0_of_a_stopped_job_exits_with_75(task, monkeypatch, tmp_path):
