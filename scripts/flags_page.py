@@ -19,9 +19,9 @@ PAGE, STUB = ROOT / "docs" / "flags.md", ROOT / "lib" / "config" / "namespace.py
 PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to one plugin: a fork has others
 INTRODUCTION = """# Which flags are there?
 
-`python train.py -h` shows these flags and, next to `-arch`, `-dataset` or `-trainer`, those of that plugin. In
-parentheses: the defaults of the default run. A run does not continue with another value of a flag, unless
-`-allow_change FLAG` names it ([more](resume.md#what-may-change-between-two-starts)) or it has a mark:
+`python train.py -h` shows these flags and those of the chosen plugins. In parentheses: the defaults of the default
+run. A run does not continue with another value of a flag, unless
+[`-allow_change FLAG`](resume.md#what-may-change-between-two-starts) names it or it has a mark:
 
 - *allowed*: the run takes the new value.
 - *once*: the flag counts for one start, and config.yaml does not keep it.

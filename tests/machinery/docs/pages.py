@@ -22,9 +22,9 @@ FORMS = (
     *("docker push ", "kubectl ", "pre-commit install"),
 )
 PAGE_PLUGINS = {  # plugins that the pages define or take from elsewhere, by kind
-    "arch": "tiny my_net planar bert nano vision causal detector painter tagger pixelwise".split(),
+    "arch": "tiny my_net planar bert nano vision causal lora detector painter tagger pixelwise".split(),
     "dataset": "stripes my_data rings parity counting boxes saddle cifar10 rare above discs".split(),
-    "trainer": "sure detection gan contrastive profiled auroc free focal miou taught".split(),
+    "trainer": "sure detection gan contrastive profiled auroc free focal miou layers mixup".split(),
 }
 
 

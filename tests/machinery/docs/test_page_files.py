@@ -5,9 +5,10 @@ import shlex
 
 import needs
 import pytest
+import safetensors.torch
 import torch
 import torchvision
-from pages import COMMANDS, FILES, PAGE_PLUGINS, README, run_command
+from pages import COMMANDS, FILES, PAGE_PLUGINS, PAGES, README, run_command
 from runs import lines
 
 pytestmark = pytest.mark.timeout(900)  # many runs in turn
@@ -29,14 +30,21 @@ RUNS = {  # runs of the files in the pages, in turn: name and flags
     "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
     "profiled": "-arch tiny -trainer profiled -epochs 1 -model profiled",
     "free": "-arch mlp -trainer free -lr_start 2 -epochs 4 -model free",
-    "taught": "-arch mlp -trainer taught -epochs 9 -micro_batch 32 -cpu 1 -model taught",
-    "taught_2": "-arch mlp -trainer taught -epochs 9 -micro_batch 32 -cpu 2 -model taught_2",
+    "mixup": "-arch mlp -trainer mixup -epochs 9 -micro_batch 32 -cpu 1 -model mixup",
+    "mixup_2": "-arch mlp -trainer mixup -epochs 9 -micro_batch 32 -cpu 2 -model mixup_2",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # added to the README's own flags
 }
+WORLD = needs.require_package("peft", "world")  # the last that came into the group
+PHOTOS = "-image_size 32 -dataset folder -data data/photos -epochs 3 -batch_size 12 -micro_batch 6"
+LAYERS = f"-arch vision {PHOTOS} -trainer layers -vision_freeze conv1 bn1 layer1 -layers_thaw 1"
+LORA = "-dataset counting -arch lora -micro_batch 32"
 WORLD_RUNS = {  # those that need packages of others
     "parity_bert": "-dataset parity -epochs 1",
-    "vision": "-arch vision -image_size 32 -dataset folder -data data/photos -epochs 1 -batch_size 12 -model vision",
+    "layers": f"{LAYERS} -model layers -cpu 1",
+    "layers_2": f"{LAYERS} -model layers_2 -cpu 2",
     "counting_causal": "-dataset counting -epochs 1",
+    "counting_lora": f"{LORA} -cpu 1",
+    "lora_2": f"{LORA} -model lora_2 -cpu 2",
     "auroc": "-trainer auroc -best auroc -epochs 1 -cpu 2 -model auroc",
 }
 
@@ -72,8 +80,8 @@ def test_the_files_in_the_pages_train(fork, output):
     assert all("train/critic" in line for line in lines(fork / "out" / "gan") if "train/loss" in line)
     assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
     assert _weights(fork, "views") == _weights(fork, "views_3")
-    assert _weights(fork, "taught") == _weights(fork, "taught_2") and last["taught"]["val/accuracy"] > 0.9
-    manifest = max(fork.glob("out/taught/checkpoints/*/manifest.json")).read_text()
+    assert _weights(fork, "mixup") == _weights(fork, "mixup_2") and last["mixup"]["val/accuracy"] > 0.9
+    manifest = max(fork.glob("out/mixup/checkpoints/*/manifest.json")).read_text()
     assert '"model.' in manifest and '"trainer.teacher' not in manifest
     assert _weights(fork, "stripes_tiny") == _weights(fork, "again"), "config.yaml repeats a run"
     losses = [line["val/loss"] for line in lines(fork / "out" / "views") if "val/loss" in line]
@@ -96,21 +104,28 @@ def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
 
 
 @needs.require_package("torchmetrics", "track")
-@needs.require_package("transformers", "world")
+@WORLD
 def test_the_files_in_the_pages_that_need_packages_train(fork):
     train_in_turn(fork, WORLD_RUNS)
+    assert _weights(fork, "layers") == _weights(fork, "layers_2")
+    assert _weights(fork, "counting_lora") == _weights(fork, "lora_2")
+    code = PAGES["docs/examples/lora.md"].rpartition("```python\n")[2].partition("```")[0]
+    run_command(fork, shlex.join(["python", "-c", code]))
+    files = [fork / "adapter/adapter_model.safetensors", fork / "out/counting_lora/best/weights.safetensors"]
+    adapter, best = (safetensors.torch.load_file(file) for file in files)
+    assert {*adapter} == {name.replace(".default", "") for name in best} and len(best) == 28, "both are the adapters"
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         "-dataset tokens -data lib -tokens_samples 256 -tokens_length 32 -arch nano",
-        pytest.param("-dataset parity", marks=needs.require_package("transformers", "world")),
+        *(pytest.param(flags, marks=WORLD) for flags in ("-dataset parity", LAYERS, LORA)),
         "-arch painter -trainer gan -micro_batch 32",
         "-dataset boxes -best overlap -batch_size 8 -micro_batch 4",
         "-arch mlp -trainer free -lr_start 2",
         *("-dataset rare", "-dataset above", "-dataset discs -micro_batch 32"),
-        "-arch mlp -trainer taught -micro_batch 32",
+        "-arch mlp -trainer mixup -micro_batch 32",
     ],
 )
 def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, output, flags):
