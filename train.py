@@ -45,7 +45,7 @@ def train(args: config.Args) -> int:
         data = dataset.get_dataset(args)
         with open_run(args, data) as run:  # who this process is, the run's folder, its past, how its steps are cut
             model = run.build(arch)  # on its device, in DistributedDataParallel or FSDP2
-            loss = losses.get_loss(args, run.splits["train"]).to(run.world.device)
+            loss = run.prepare(losses.get_loss(args))
             optimizers = optimizer.get_optimizers(model, loss, args)
             loaders, logger = run.begin()  # nothing was written before
             trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)

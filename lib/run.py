@@ -79,6 +79,13 @@ class Run:
             self.loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
         return parallel.wrap(model, args, world, self.plan.engine, arch=arch)
 
+    def prepare(self, loss: nn.Module) -> nn.Module:
+        """Return the loss on the device, with its weights if they follow from the data."""
+        if self.args.class_weights == "balanced":
+            sampling = load_optional("scripts.sampling", "-class_weights balanced")
+            sampling.balance_loss(loss, self.splits["train"], self.args)
+        return loss.to(self.world.device)
+
     def begin(self) -> tuple[dict[str, loader.Loader], Logger | NoLogger]:
         """Write config.yaml and start.json, and open the logs and the loaders. Nothing was written before."""
         args, world, folder = self.args, self.world, self.folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Sampler, Subset, TensorDataset
 
 from lib.utils.data import fetch
@@ -125,24 +125,20 @@ def add_sampler(dataset: Any, args: Namespace) -> None:
     dataset.sampler = SystematicSampler(weights, len(dataset), groups)
 
 
-def class_weights(args: Namespace, dataset: Any) -> Tensor:
-    """Return the weights of the classes, (num_classes,), that -class_weights says.
+def balance_loss(loss: nn.Module, dataset: Any, args: Namespace) -> None:
+    """Weigh the classes in a loss by n / (num_classes * targets of the class), of n targets, as scikit-learn does.
 
-    Balanced ones are n / (num_classes * the number of targets of the class), of n targets in the training samples, as
-    scikit-learn has them. Raises UsageError if they are not as many, or a class has no target.
+    Raises UsageError if the training samples do not list their targets, if a class has none, or if the loss has no
+    `weight`.
     """
-    count = args.num_classes
-    if args.class_weights == "balanced":
-        labels = class_numbers(dataset, "-class_weights balanced", ignored=args.ignore_index)
-        found = torch.bincount(labels.flatten(), minlength=count)
-        if (found == 0).any() or len(found) > count:
-            text = f"of {count} classes (-num_classes) there are {found.tolist()!s:.80} targets"
-            raise UsageError(f"-class_weights balanced: {text}: each needs one")
-        return found.sum() / (count * found)
-    weights = torch.tensor([float(one) for one in args.class_weights.split(",")])
-    if len(weights) != count:
-        raise UsageError(f"-class_weights {args.class_weights}: give one for each of -num_classes {count}")
-    return weights
+    labels, count = class_numbers(dataset, "-class_weights balanced", ignored=args.ignore_index), args.num_classes
+    found = torch.bincount(labels.flatten(), minlength=count)
+    if (found == 0).any() or len(found) > count:
+        text = f"of {count} classes (-num_classes) there are {found.tolist()!s:.80} targets"
+        raise UsageError(f"-class_weights balanced: {text}: each needs one")
+    if not hasattr(loss, "weight"):
+        raise UsageError(f"-class_weights balanced: {type(loss).__name__} has no `weight`, as cross_entropy has")
+    loss.weight = found.sum() / (count * found)
 
 
 def class_numbers(dataset: Any, flag: str, ignored: int | None = None) -> Tensor:

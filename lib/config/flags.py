@@ -129,6 +129,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     every = value(types.every_or_minutes, "auto|N[epochs|steps|minutes]")
     add("-save_every", every, "interval of saves; auto: each epoch, and up to 1 %% of the time", "auto")
     add("-keep_last", COUNT, "checkpoints to keep", 2)
+    add("-keep_hours", COUNT_OR_0, "also keep the first checkpoint of each of the last N hours", 0)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
     best = "val metric of the best weights: f1, mae:min, val_clean/f1 (accuracy, else loss)"
     add("-best", value(types.metric, "METRIC"), best)

@@ -58,6 +58,7 @@ class Args(argparse.Namespace):
     clip_grad: float
     save_every: str
     keep_last: int
+    keep_hours: int
     keep_every: int
     best: str | None
     stop_after: int | None

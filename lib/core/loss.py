@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
-from lib.utils.errors import UsageError, load_optional
+from lib.utils.errors import UsageError
 
 TAKES = "-loss cross_entropy takes class numbers or probabilities of 2 classes or more (for a regression: -loss mse)"
 signature = functools.cache(inspect.signature)  # which is slow, for each micro-batch
@@ -130,11 +130,17 @@ def split_output(answer: Any) -> tuple[Any, Any]:
     return named.get("logits", others[0] if others else None), named.get("loss")
 
 
-def get_loss(args: Namespace, dataset: Any = None) -> nn.Module:
-    """Return a module (outputs, targets) -> the mean loss of a batch, a scalar. `dataset`: the training samples."""
+def get_loss(args: Namespace) -> nn.Module:
+    """Return a module (outputs, targets) -> the mean loss over the batch, a scalar.
+
+    `Run.prepare` sets the weights of -class_weights balanced, which follow from the data.
+    """
     if args.loss != "cross_entropy":
         return BY_NAME[args.loss]()
-    weights = args.class_weights and load_optional("scripts.sampling", "-class_weights").class_weights(args, dataset)
+    numbers = args.class_weights if args.class_weights != "balanced" else None
+    weights = torch.tensor([float(one) for one in numbers.split(",")]) if numbers else None
+    if weights is not None and len(weights) != args.num_classes:
+        raise UsageError(f"-class_weights {numbers}: give one for each of -num_classes {args.num_classes}")
     criterion = CrossEntropy(weights, ignore_index=args.ignore_index, label_smoothing=args.label_smoothing)
     criterion.register_buffer("weight", weights, persistent=False)  # no checkpoint brings back those of an old flag
     if args.compile and not args.cpu and torch.accelerator.is_available():  # an eighth of a small GPT's step

@@ -5,15 +5,17 @@ import functools
 import io
 import logging
 import pickle
+import re
 import sys
 import zlib
 from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from lib.core.buffers import is_statistic
 from lib.core.optimizer import parameters_of
@@ -131,7 +133,8 @@ def compare(tensors: dict[str, Tensor], marks: dict[str, Any], world: World, ste
 def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
-    They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train.
+    They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
+    variables of these classes and of the files that they are in; numbers and texts in datasets.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
@@ -139,6 +142,11 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER - {"of_base"} | {"schedule", "total_steps"}
     own -= getattr(trainer, "state_dict", dict)().keys()
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
+    named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
+    for split, loader in trainer.loaders.items():
+        inner = loader.dataset.dataset if isinstance(loader.dataset, Subset) else loader.dataset
+        attributes = getattr(inner, "__dict__", {}).items()
+        named |= {f"{split}.{key}": value for key, value in attributes if isinstance(value, int | float | str)}
     for part, root in parts.modules.items():
         named |= {f"{part}.{key}": value for key, value in root._buffers.items()}  # of a DDP, which no checkpoint has
         for name, module in unwrap(root).named_modules(prefix=part):
@@ -150,6 +158,18 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
             named |= {f"{part}.{key}": value for key, value in own.items() if not isinstance(value, CODE)}
     return {name: Mark(skipped, storages).of(value) for name, value in named.items()}
+
+
+def variables(objects: list[Any]) -> dict[str, Any]:
+    """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
+    places: dict[str, Any] = {}
+    for kind in {kind for one in objects for kind in type(one).__mro__}:
+        file = sys.modules[kind.__module__]
+        installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")
+        if not installed and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+            places |= {kind.__module__: file, f"{kind.__module__}.{kind.__qualname__}": kind}
+    named = {f"{name}.{key}": value for name, place in places.items() for key, value in vars(place).items()}
+    return {name: one for name, one in named.items() if "__" not in name and not isinstance(one, CODE | ModuleType)}
 
 
 class Mark(pickle.Pickler):

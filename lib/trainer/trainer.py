@@ -76,7 +76,8 @@ class Trainer:
         self.in_pass = False  # whether a micro-batch is being computed
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
-        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
+        kept = {"keep_last": args.keep_last, "keep_hours": args.keep_hours}
+        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
         self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
@@ -350,7 +351,8 @@ class Trainer:
         for name, value in interval.items():
             state.sums[name] = state.sums.get(name, 0.0) + value
         figures = {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": state.grad_norm, **means}
-        self.logger.log_training(state, interval, figures, self.rate.interval(state))
+        speed = self.rate.interval(state) | {"save_s": self.checkpoints.took_s}
+        self.logger.log_training(state, interval, figures, speed)
         if state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()
             bad = f"{state.bad_row} steps in a row without a finite gradient (-max_bad_steps)"

@@ -64,7 +64,7 @@ def save(trainer: Any) -> None:
     if best is None and saves.saving and not saves.saving.folder.exists():
         best = saves.saving.best
     run_folder.take_over(trainer.folder, trainer.world.launch)
-    alone = Checkpoints(saves.folder, World(), keep_last=saves.keep_last)
+    alone = Checkpoints(saves.folder, World(), keep_last=saves.keep_last, keep_hours=saves.keep_hours)
     alone.open()
     newest = [one.name for one in run_folder.list_checkpoints(saves.folder)[:1]]
     if newest and alone.number > saves.opened and int(newest[0].rpartition("_")[2]) >= step:

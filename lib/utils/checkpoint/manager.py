@@ -41,8 +41,8 @@ class Save:
 class Checkpoints:
     """The checkpoints of a run. All ranks call its methods at the same steps."""
 
-    def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
-        self.folder, self.world, self.keep_last = folder, world, keep_last
+    def __init__(self, folder: Path, world: World, *, keep_last: int = 2, keep_hours: int = 0):
+        self.folder, self.world, self.keep_last, self.keep_hours = folder, world, keep_last, keep_hours
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.number = self.opened = 0  # of the last save, and of the newest one when this start began
         self.saving: Save | None = None
@@ -160,8 +160,13 @@ class Checkpoints:
         atomic.publish(save.partial, save.folder)
         self.took_s = time.monotonic() - self.saved_at
         removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
+        first = {
+            folder.stat().st_mtime // 3600: folder for folder in removable
+        }  # of each hour: the newest come first
+        hourly = [folder for hour, folder in first.items() if hour > time.time() // 3600 - self.keep_hours]
         for folder in removable[self.keep_last :]:
-            atomic.remove_folder(folder)
+            if folder not in hourly:
+                atomic.remove_folder(folder)
 
     def _fail(self, save: Save, reason: str) -> None:
         self.saving, self.best = None, save.best if self.best is None else self.best

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import itertools
 import multiprocessing
 import os
@@ -9,7 +10,9 @@ import reprlib
 import shutil
 import signal
 import sys
+import tarfile
 import traceback
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -24,6 +27,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
+FILES = io.IOBase, zipfile.ZipFile, tarfile.TarFile  # which have a position
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -89,6 +93,11 @@ class Fetcher:
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
         self.fetch, self.loader = Fetch(dataset, seed, collate_fn), None
+        inner = dataset.dataset if isinstance(dataset, Subset) else dataset
+        for name, value in getattr(inner, "__dict__", {}).items() if workers > 1 else ():
+            if isinstance(value, FILES):
+                fault = f"{type(inner).__name__}.{name} is an open file, whose place {workers} loader processes share"
+                raise UsageError(f"{fault}: open it at first use, in __getitem__")
         if workers:
             self.loader = DataLoader(
                 self.fetch,
@@ -138,7 +147,7 @@ class Fetch(Dataset):
 
     def __init__(self, dataset: MapDataset, seed: int, collate_fn: Callable | None = None):
         self.dataset: Any = dataset  # it may have __getitems__
-        self.seed = seed
+        self.seed, self.length = seed, len(dataset)
         self.requests: Iterable[tuple[int, MicroBatch]] = ()  # what to fetch in the next epoch
         self.collate_fn = collate_fn or option(dataset, "collate_fn", default_collate)
 
@@ -156,6 +165,8 @@ class Fetch(Dataset):
                 if set_epoch := option(self.dataset, "set_epoch"):
                     seeding.seed(seeding.SAMPLE, self.seed, epoch)
                     set_epoch(epoch)
+                    if len(self.dataset) != self.length:
+                        raise UsageError(f"set_epoch({epoch}) changes the number of samples, {self.length} before")
                 batch = files.retry(lambda: self._read(epoch, micro_batch.indices, rows))
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:

@@ -29,11 +29,14 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
-    classes = option(splits["train"], "classes")  # a number in other people's datasets
-    facts: dict[str, Any] = {"classes": [*map(str, classes)] if isinstance(classes, Sequence | Mapping) else []}
+    facts: dict[str, Any] = {"classes": _class_names(splits["train"])}
     facts["sampler digest"] = "none"
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
+        names, of_train = _class_names(part), facts["classes"]
+        if of_train and names != of_train[: len(names)]:  # the same number would be another class
+            fault = f"the classes of {name} are {names!s:.80}, and those of train {of_train!s:.80}"
+            raise UsageError(f"-dataset {args.dataset}: {fault}: number them alike, or set {name}.classes")
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
         digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
         order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
@@ -48,6 +51,12 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
             raise UsageError(f"{fault}: get_dataset must give the same on each; seed the generators that it makes")
         facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": count}
     return facts
+
+
+def _class_names(part: MapDataset) -> list[str]:
+    """Return the names of a split's classes; [] without, as where another library has a number there."""
+    classes = option(part, "classes")
+    return [*map(str, classes)] if isinstance(classes, Sequence | Mapping) else []
 
 
 def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:

@@ -78,6 +78,7 @@ class Predictions:
 
     def __init__(self, loss: nn.Module, classes: int, world: distributed.World):
         self.classes = classes if isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES else 0
+        self.warned = not self.classes
         self.ignored, self.world = getattr(loss, "ignore_index", -100), world
         self.reset()
 
@@ -89,7 +90,14 @@ class Predictions:
         """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
         if not (isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
             return
-        if targets.ndim != 1 or targets.is_floating_point() or outputs.shape != (len(targets), self.classes):
+        if targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
+            return
+        if outputs.shape[1] != self.classes:
+            if not self.warned:
+                log.warning(
+                    "the model gives %d outputs, and -num_classes is %d: no f1", outputs.shape[1], self.classes
+                )
+            self.warned = True
             return
         answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
         # The loss ignores others, as -100. A batch of padding has the count 0.

@@ -1,6 +1,7 @@
 """Checkpoints: saves in the background, retention, best weights, and the check of free disk space."""
 
 import math
+import os
 import shutil
 import threading
 import time
@@ -77,6 +78,16 @@ def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_
     save(checkpoints, 1)
     assert names(tmp_path) == ["000009_step_1", "000008_step_2"] and saves.kept(tmp_path) == [2]
     checkpoints.close()
+
+
+def test_the_first_checkpoint_of_each_hour_stays_as_long_as_it_is_wanted(tmp_path):
+    checkpoints = new_checkpoints(tmp_path, keep_last=1, keep_hours=4)
+    middle = time.time() // 3600 * 3600 + 1800
+    for step, hours in enumerate((9, 2, 2, 1, 1, 0)):
+        save(checkpoints, step)
+        os.utime(tmp_path / "checkpoints" / names(tmp_path)[0], (middle - 3600 * hours,) * 2)
+    checkpoints.close()
+    assert saves.steps(tmp_path) == [5, 3, 1]
 
 
 def test_an_unknown_best_metric_is_one_clear_error_and_no_epoch_is_lost(refused, tmp_path):

@@ -20,6 +20,7 @@ from lib.utils.checkpoint import resume
 from lib.utils.data import fingerprint
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 ODD = SMALL.replace("-dataset few", "-dataset odd")
@@ -73,6 +74,16 @@ def test_another_first_middle_or_last_sample_is_other_data(kind):
         other = [kind(7) if number == place else one for number, one in enumerate(items)]
         assert changed(Items(items), Items(other)) == ["train digest"]
     assert changed(Items(items), Items([*items, kind(8)])) == ["train digest", "samples"]
+
+
+@pytest.mark.parametrize("names", [["b", "a"], ["b"], ["a", "b", "c"]])
+def test_classes_that_another_split_numbers_otherwise_are_refused(names):
+    parts = {name: Tensors(ROWS, classes=["a", "b"]) for name in ("train", "val")}
+    parts["val_few"] = Tensors(ROWS, classes=["a"])
+    fingerprint.describe(parts, parsed("-cpu 1"), World())
+    parts["val"].classes = names
+    with pytest.raises(UsageError, match="the classes of val are "):
+        fingerprint.describe(parts, parsed("-cpu 1"), World())
 
 
 def test_a_fingerprint_of_its_own_counts_in_place_of_samples():

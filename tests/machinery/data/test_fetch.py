@@ -5,7 +5,9 @@ import contextlib
 import re
 import subprocess
 import sys
+import tarfile
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils.data import Subset
 from lib.utils.data import fetch, tensors
 from lib.utils.data.fetch import Fetcher
 from lib.utils.data.plan import MicroBatch
+from lib.utils.errors import UsageError
 
 
 def micro_batch(indices):
@@ -64,6 +67,26 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
         fetcher = Fetcher(Items([FAULTS.get(index, index) for index in range(40)]), 0, workers, pin=False)
         with contextlib.closing(fetcher), pytest.raises(RuntimeError, match=f"(?s){message}"):
             next(iter(fetcher(0, [micro_batch(indices)])))
+
+
+@pytest.mark.parametrize("opened", [Path.open, zipfile.ZipFile, tarfile.open])
+def test_an_open_file_is_no_longer_shared_by_loader_processes(opened, tmp_path):
+    with zipfile.ZipFile(tmp_path / "data", "w"), tarfile.open(tmp_path / "tar", "w"):
+        pass
+    with opened(tmp_path / ("tar" if opened is tarfile.open else "data")) as file:
+        for part in (Items([1, 2], file=file), Subset(Items([1, 2], file=file), [0])):
+            Fetcher(part, 0, 1, pin=False).close()
+            with pytest.raises(UsageError, match="file is an open file, whose place 2 loader processes share"):
+                Fetcher(part, 0, 2, pin=False)
+
+
+def test_a_number_of_samples_that_set_epoch_changes_is_refused():
+    part = Items([*range(8)])
+    part.set_epoch = lambda epoch: part.items.extend([8] * epoch)
+    fetcher = Fetcher(part, 0, 0, pin=False)
+    next(fetcher(0, [micro_batch([1])]))
+    with pytest.raises(UsageError, match=r"set_epoch\(2\) changes the number of samples, 8 before"):
+        next(fetcher(2, [micro_batch([1])]))
 
 
 def test_tensors_in_a_batch_of_any_form_go_to_the_device():

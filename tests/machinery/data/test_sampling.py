@@ -115,8 +115,9 @@ def test_balanced_weights_are_those_of_scikit_learn(kind):
         "attribute": type("Own", (), {"targets": labels.tolist(), "__len__": lambda self: 6})(),
         "masks": TensorDataset(torch.zeros(2), masks),
     }[kind]
-    found = loss.get_loss(parsed("-num_classes 3 -class_weights balanced"), part).weight
-    assert torch.allclose(found, torch.tensor([6 / 9, 6 / 3, 6 / 6]))
+    args = parsed("-num_classes 3 -class_weights balanced")
+    sampling.balance_loss(found := loss.get_loss(args), part, args)
+    assert torch.allclose(found.weight, torch.tensor([6 / 9, 6 / 3, 6 / 6]))
 
 
 REFUSED = {

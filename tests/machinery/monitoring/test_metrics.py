@@ -153,6 +153,13 @@ def test_answers_are_counted_by_class():
         assert not answers.counts[ignored].any() and answers.counts.sum() == 3
 
 
+def test_a_model_of_other_outputs_than_classes_is_named_once(caplog):
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), 3, World())
+    for _ in range(2):
+        answers.add(torch.tensor([0, 1]), torch.rand(2, 32), 2)
+    assert caplog.text.count("the model gives 32 outputs, and -num_classes is 3: no f1") == 1
+
+
 def test_float_targets_are_not_taken_for_classes():
     """A model with one output that computes the loss of a regression itself has such targets."""
     answers = metrics.Predictions(nn.CrossEntropyLoss(), 1, World())

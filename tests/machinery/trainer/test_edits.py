@@ -3,11 +3,12 @@
 import copy
 import logging
 import re
+import typing
 
 import numpy as np
 import pytest
 import torch
-from runs import lines, outcome, plugins, run, same_tensors, weights
+from runs import few, lines, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
@@ -352,6 +353,34 @@ class Counts(nn.Module):
             self.level += torch.rand((), generator=self.draws)
             self.prototype = 0.9 * self.prototype + 0.1 * outputs.detach().mean(0)
         return outputs * min(self.most, self.calls / 20)
+
+
+COUNTED = 0
+
+
+class Everywhere(trainer.Trainer):
+    """Counts in a variable of its file, in its class, and in its dataset."""
+
+    calls: typing.ClassVar = {"steps": 0}
+
+    def optimizer_step(self):
+        global COUNTED
+        COUNTED += 1
+        self.calls["steps"] += 1
+        self.loaders["train"].dataset.level += 1
+        return super().optimizer_step()
+
+
+def leveled(args):
+    parts = few(args)
+    parts["train"].level = 0
+    return parts
+
+
+def test_what_changes_in_classes_files_and_datasets_is_named(tmp_path):
+    with plugins(trainer={"everywhere": Everywhere}, dataset={"leveled": leveled}):
+        said = log_of(run(tmp_path, f"{FLAGS} -dataset leveled -trainer everywhere -cpu 2"))
+    assert [name.rpartition(".")[2] for name in changes(said)] == ["COUNTED", "calls", "level"]
 
 
 def changes(text):

@@ -155,7 +155,8 @@ def test_each_validation_set_has_its_figures_and_best_may_go_by_any(metric, tmp_
 @pytest.mark.parametrize(("more", "least"), [("", 12), ("-eval_every 1steps", 7)])
 def test_saves_by_minutes_come_when_all_ranks_have_voted(more, least, tmp_path, monkeypatch):
     """Also where a validation, which votes, too, lies between a step's vote and its save."""
-    monkeypatch.setattr(manager, "time", SimpleNamespace(monotonic=lambda: -math.inf))  # when the last save began
+    began = SimpleNamespace(monotonic=lambda: -math.inf, time=lambda: 0.0)  # the last save
+    monkeypatch.setattr(manager, "time", began)
     monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
     folder = run(tmp_path, f"{SMALL} -cpu 2 {more} -save_every 5minutes -keep_last 99")
     assert len(saves.steps(folder)) >= least
