@@ -32,7 +32,7 @@ try:
     from lib.utils.checkpoint import manager, resume, run_folder, state, weights
     from lib.utils.data import fetch, fingerprint, loader
     from lib.utils.distributed import World
-    from lib.utils.errors import UsageError, printable
+    from lib.utils.errors import UsageError, load_optional, printable
     from scripts import agent, check_data
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
@@ -177,6 +177,8 @@ def data(args) -> Findings:
     before, facts = past.manifest["config"] if past else {}, {"samples": len(splits["train"])}
     if args.skip_bad_files or not faults:  # else a run would end at one of them
         splits = check_data.skip(splits, args, World(), past)[0] if args.skip_bad_files else splits
+        if args.balance or (args.shuffle and fetch.option(splits["train"], "weights") is not None):
+            load_optional("scripts.sampling", "-balance").add_sampler(splits["train"], args)
         facts = fingerprint.describe(splits, args, World())
     plan = resume.plan(args, facts, World(size=count, local_size=count), before)
     runtime.choose_threads(args, World(local_size=count), before.get("threads"))

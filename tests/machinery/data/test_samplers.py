@@ -111,10 +111,11 @@ def test_a_sampler_that_draws_others_under_the_same_seed_is_warned_of(tmp_path):
     assert "the samples of sampler differ each time they are read" in log_of(folder)
 
 
-def test_doctor_plans_with_the_length_of_the_sampler(tmp_path, capsys):
-    run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset weighted')} -cpu 1 -limit_steps 1", wanted=75)
-    doctor.main(["-cfg", str(tmp_path / "weighted_norm_net/config.yaml"), "-cpu", "1", "-out", str(tmp_path)])
-    assert "resumes from" in (said := capsys.readouterr().out) and "2 steps an epoch" in said
+@pytest.mark.parametrize(("data", "steps"), [("weighted", 2), ("few -balance", 4)])
+def test_doctor_plans_with_the_length_of_the_sampler(data, steps, tmp_path, capsys):
+    run(tmp_path, f"{FLAGS} -dataset {data} -cpu 1 -limit_steps 1 -model planned", wanted=75)
+    doctor.main(["-cfg", str(tmp_path / "planned/config.yaml"), "-cpu", "1", "-out", str(tmp_path)])
+    assert "resumes from" in (said := capsys.readouterr().out) and f"{steps} steps an epoch" in said
 
 
 def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
