@@ -178,8 +178,9 @@ def make_index(file: Path, shards: list[str], split: str, data: str, store: Any)
 def find_shards(data: str, split: str, store: Any) -> list[str]:
     """Return the shards of a split, sorted: DATA/SPLIT*.tar, or else DATA/SPLIT/*.tar.
 
-    If DATA is a pattern, they are those of its files that begin with the split's name, or whose folder does; train
-    also has all that begin with none. Raises UsageError for a compressed one, which has no places to read at.
+    If DATA is a pattern, they are those of its files that begin with the split's name, or whose folder does if the
+    file begins with no split's; train also has all others. Raises UsageError for a compressed one, which has no
+    places to read at.
     """
     if is_pattern(data):
         return sorted(file for file in expand(data) if split_of(file) == split)
@@ -217,7 +218,8 @@ def expand(pattern: str) -> list[str]:
     if not found:
         return [pattern]
     if found[3] is None:
-        parts = [f"{number:0{len(found[1])}d}" for number in range(int(found[1]), int(found[2]) + 1)]
+        low, high = sorted((found[1], found[2]), key=int)
+        parts = [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
     else:
         parts = found[3].split(",")
     texts = [text for part in parts for text in expand(pattern[: found.start()] + part + pattern[found.end() :])]
@@ -225,9 +227,9 @@ def expand(pattern: str) -> list[str]:
 
 
 def split_of(file: str) -> str:
-    """Return the split of a pattern's file."""
-    names = file.split("/")[-2:]
-    return next((split for split in ("val", "test") if any(name.startswith(split) for name in names)), "train")
+    """Return the split of a pattern's file: by its own name, or else by its folder's."""
+    names = reversed(file.split("/")[-2:])
+    return next((split for name in names for split in SPLITS if name.startswith(split)), "train")
 
 
 def root_of(data: str) -> str:

@@ -33,7 +33,7 @@ def dataset(data, *flags):
 @pytest.fixture
 def shards(tmp_path):
     """Three shards, of other programs: names of all lengths, folders, debris, and files that are not read."""
-    data = tmp_path / "shards"
+    data = tmp_path / "test_shards"  # a pattern's files go by their own names
     (data / "val").mkdir(parents=True)
     hidden = tarfile.TarInfo("part")
     hidden.type = tarfile.DIRTYPE
@@ -112,7 +112,7 @@ def test_what_a_sample_of_ones_own_lacks_is_said(names, message, tmp_path):
 
 
 def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
-    assert tar_index.expand("a{08..10}") == ["a08", "a09", "a10"]
+    assert tar_index.expand("a{08..10}") == tar_index.expand("a{10..08}") == ["a08", "a09", "a10"]
     assert tar_index.expand("{x{1..2},y}") == ["x1", "y", "x2"]
     assert tar_index.expand("{x,y}/{1..2}.tar") == ["x/1.tar", "x/2.tar", "y/1.tar", "y/2.tar"]
     whole = dataset(shards)
