@@ -20,6 +20,7 @@ import sys
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -149,7 +150,8 @@ def open_index(found: dict[str, Any], with_classes: bool = True) -> dict[str, tu
                 raise UsageError(f"{root_of(shards[0])}: no sample in the shards of {split}")
             if with_classes and rows["label"].min() < 0:
                 hint = "a dataset of your own can take their other files: docs/data.md"
-                raise UsageError(f"{root_of(shards[0])}: samples of {split} have no class, in NAME.cls; {hint}")
+                wanted = "in NAME.cls (a NAME ends at its first dot)"
+                raise UsageError(f"{root_of(shards[0])}: samples of {split} have no class, {wanted}; {hint}")
             opened[split] = rows, shards
     return opened
 
@@ -240,22 +242,37 @@ def root_of(data: str) -> str:
     return root.replace(":/", "://", 1) if is_url(data) else root
 
 
+@dataclass(frozen=True)
+class Found:
+    """What is in a shard."""
+
+    rows: list[tuple[int, int, int]]  # offset, size and class (or -1) of each sample, in the shard's order
+    left_out: list[str]  # names of files that make no sample
+
+
 def scan(shards: list[str], split: str, store: Any) -> np.ndarray:
     """Return the index of shards. Raises UsageError for what is wrong with one of them."""
     parts = []
+    left_out, example = 0, ""
     pause = 0.1 if sys.stderr.isatty() else QUIET_S
     tqdm.monitor_interval = 0  # no thread that redraws: a run's processes are forked after this
     found = store.map(functools.partial(scan_shard, store=store), shards)
     about = {"desc": f"indexing {split}", "unit": "shard", "total": len(shards)}
-    for number, rows in enumerate(tqdm(found, mininterval=pause, maxinterval=pause, delay=pause, **about)):
-        parts.append(np.array([(offset, size, number, label) for offset, size, label in rows], ROW))
+    for number, one in enumerate(tqdm(found, mininterval=pause, maxinterval=pause, delay=pause, **about)):
+        parts.append(np.array([(offset, size, number, label) for offset, size, label in one.rows], ROW))
+        left_out += len(one.left_out)
+        if one.left_out and not example:
+            example = one_line(f"{name_of(shards[number])}/{one.left_out[0]}")
+    if left_out:
+        what = f"names without an image or a class, which are left out: {left_out:,}, as {example}"
+        print(f"tar_index.py: {split}: {what}", file=sys.stderr)
     return np.concatenate(parts)
 
 
-def scan_shard(shard: str, store: Any) -> list[tuple[int, int, int]]:
+def scan_shard(shard: str, store: Any) -> Found:
     """Return what find_samples does. Raises UsageError naming the shard."""
 
-    def read() -> list[tuple[int, int, int]]:
+    def read() -> Found:
         with store.open(shard) as file:
             return find_samples(shard, file)
 
@@ -277,8 +294,8 @@ def usage_errors(shard: str) -> Iterator[None]:
         raise UsageError(f"{shard}: cannot be read ({error.strerror or error})") from None
 
 
-def find_samples(shard: str, file: BinaryIO) -> list[tuple[int, int, int]]:
-    """Return offset, size and class (or -1) of each sample in a shard, in its order.
+def find_samples(shard: str, file: BinaryIO) -> Found:
+    """Return the samples in a shard.
 
     Raises UsageError, OSError, or, as tarfile does, TarError, EOFError, OverflowError or ValueError.
     """
@@ -308,14 +325,15 @@ def find_samples(shard: str, file: BinaryIO) -> list[tuple[int, int, int]]:
                 labels[key] = file.read(min(member.size, 21))
         check_end(file, tar.offset)
     rows = []
-    for key in choose_samples(shard, places):
+    chosen = choose_samples(shard, places)
+    for key in chosen:
         begin, size = span_of(shard, key, places[key], together=pieces[key] == 1)
         rows.append((begin, size, label_of(shard, key, labels.get(key))))
-    return rows
+    return Found(rows, [key for key in places if key not in chosen])
 
 
-def choose_samples(shard: str, places: dict[str, dict[str, tuple[int, int]]]) -> list[str]:
-    """Return the names of the samples. Raises UsageError if some of them lack an image or a class.
+def choose_samples(shard: str, places: dict[str, dict[str, tuple[int, int]]]) -> dict[str, dict]:
+    """Return those of the places that are samples. Raises UsageError if some of them lack an image or a class.
 
     They are those with an image or a class. Where none has a class, they are those with a kind of file that samples
     with an image have; where none has either, all.
@@ -327,7 +345,22 @@ def choose_samples(shard: str, places: dict[str, dict[str, tuple[int, int]]]) ->
         lacking = [key for key, one in chosen.items() if kind not in one]
         if 0 < len(lacking) < len(chosen):
             raise UsageError(f"{shard}: {one_line(lacking[0])} has no {kind} ({len(lacking)} such samples)")
-    return [*chosen]
+    check_dots(shard, places, chosen)
+    return chosen
+
+
+def check_dots(shard: str, places: dict[str, dict], chosen: dict[str, dict]) -> None:
+    """Raise UsageError for an image or a class that is left out as its name has a dot, as v.17.jpg.
+
+    An ending that samples have, too, is none of these, as seg.png.
+    """
+    known = {*itertools.chain(*chosen.values())}
+    for key, one in places.items():
+        for ending in one if key not in chosen else ():
+            if ending not in known and ending.rpartition(".")[2] in (*IMAGES, "cls"):
+                file = one_line(f"{key}.{ending}")
+                fault = f"the name of a sample ends at its first dot, and {one_line(key)} has no image or class"
+                raise UsageError(f"{shard}: {file} is left out: {fault}: rename its files, as with _ for the dot")
 
 
 def name_of_member(member: tarfile.TarInfo) -> tuple[str, str] | None:

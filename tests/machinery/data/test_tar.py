@@ -38,8 +38,10 @@ def shards(tmp_path):
     hidden = tarfile.TarInfo("part")
     hidden.type = tarfile.DIRTYPE
     write(data / "train-0.tar", pairs(5, path="./"), format=tarfile.GNU_FORMAT)
+    long = f"part/{'long' * 50}"
     odd = {"part": hidden, "part/._9.jpg": b"x", "part/a.json": b"{}", "part/a.seg.png": b"x"}
-    write(data / "train-1.tar", odd | pairs(4, 10, f"part/{'long' * 50}"), format=tarfile.PAX_FORMAT)
+    odd[f"{long}0010.seg.png"] = b"x"  # which samples have, too
+    write(data / "train-1.tar", odd | pairs(4, 10, long), format=tarfile.PAX_FORMAT)
     write(data / "train-2.tar", pairs(3, 20, "part/" * 30), format=tarfile.GNU_FORMAT)
     write(data / "val" / "0.tar", pairs(6))
     return data
@@ -54,8 +56,9 @@ def test_shards_of_other_programs_train_with_the_same_bits_everywhere(shards, tm
     assert same_tensors(weights(one), weights(three)) and same_tensors(weights(one), weights(stopped))
 
 
-def test_each_sample_is_what_its_files_say(shards):
+def test_each_sample_is_what_its_files_say(shards, capsys):
     parts = dataset(shards, "-augment", "no")
+    assert "an image or a class, which are left out: 1, as train-1.tar/part/a\n" in capsys.readouterr().err
     assert {name: len(part) for name, part in parts.items()} == {"train": 12, "val": 6}
     assert [label for _, label in parts["train"]] == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0]
     assert [bool(image.float().mean() > 80) for image, _ in parts["val"]] == [False, True] * 3
@@ -88,7 +91,9 @@ def test_a_dataset_of_ones_own_takes_other_files_of_a_sample(tmp_path):
     assert same_tensors(weights(one), weights(two))
     found = tar.get_dataset(config.parse_args(["-data", str(tmp_path)]), Notes)
     assert not hasattr(found["train"], "fingerprint"), "three samples are read, which shows whether they change"
-    with pytest.raises(UsageError, match=r"samples of train have no class, in NAME.cls; a dataset of your own"):
+    with pytest.raises(
+        UsageError, match=r"samples of train have no class, in NAME.cls .a NAME ends at its first dot"
+    ):
         dataset(tmp_path)
     write(tmp_path / "train-0.tar", {"0.cls": b"0", "0.txt": b""})
     with pytest.raises(UsageError, match=r"train-0.tar/0 has no jpg .it has cls, txt."):
@@ -181,6 +186,7 @@ FAULTS = {
     "a class below 0": ({"7.jpg": jpeg(), "7.cls": b"-1"}, "the class of 7 is no number from 0: b'-1'"),
     "a class too large": ({"7.jpg": jpeg(), "7.cls": b"2147483647"}, "the class of 7 is 2147483647: at most 1,048"),
     "a long number": ({"7.jpg": jpeg(), "7.cls": b" " * 19 + b"12"}, "the class of 7 is no number from 0"),
+    "a dot": ({"v.7.jpg": jpeg(), "v.7.cls": b"1"}, "v.7.jpg is left out: the name of a sample ends at its first"),
     "a link": ({"7.jpg": link("7.jpg"), "7.cls": b"1"}, "7.jpg is a link or a sparse file"),
 }
 
