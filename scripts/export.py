@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -34,13 +35,10 @@ from lib.config import plugins
 from lib.config.types import whole
 from lib.core import loss
 from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
-from lib.utils.data import loader
 from lib.utils.data.fetch import option
-from lib.utils.data.plan import Plan
 from lib.utils.data.transforms import Pixels
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError, printable
-from scripts import other_weights, preprocessing
+from scripts import model_input, other_weights, preprocessing
 
 BATCHES = (1, 3, 7)  # on which an exported model is compared with the run's
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -191,7 +189,16 @@ class Exportable:
 def prepared(options, tensors: dict) -> Exportable:
     """Return what is exported. Raises UsageError if -pixels or -resize is not what the dataset does."""
     model, args = state.unwrap(built(options, tensors)), config_of(options)
-    inputs, pixels = example(options, model)
+    samples = training_samples(options, args)
+    if options.shape:
+        model = model_input.with_one_input(model, args)
+        inputs = of_shape(options.shape, model, args.num_classes)
+    else:
+        given = model_input.first_inputs(model, samples, args)
+        inputs = one_tensor(given, options, args)
+        model = model_input.with_one_input(model, args, given)
+    on_device = option(samples, "on_device")
+    pixels = on_device if isinstance(on_device, Pixels) else None
     model = Outputs(model).eval() if has_other_parts(model(inputs)) else model
     about = yaml.safe_load((options.run / "config.yaml").read_text())["about"]
     facts = {"run": args.model, "arch": args.arch, "dataset": args.dataset, "classes": about.get("classes", [])}
@@ -333,28 +340,21 @@ def built(options, tensors: dict) -> nn.Module:
     return model
 
 
-def example(options, model: nn.Module) -> tuple[Tensor, Pixels | None]:
-    """Two inputs of the shape and type that the run's model gets: of -shape, or two training samples.
+def training_samples(options, args) -> Any:
+    """Return the training samples, None if they are not there and -shape says what they are like.
 
-    With what normalizes them, if that is known. Raises UsageError where there are none, or where the model takes more
-    than one tensor.
+    Raises UsageError without both.
     """
-    args = config_of(options)
     try:
-        part = loader.splits(
-            plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args), args.dataset
-        )["train"]
+        return model_input.training_samples(args)
     except UsageError as error:
         if options.shape:
-            return of_shape(options.shape, model, args.num_classes), None
+            return None
         raise UsageError(f"{error}; -shape gives the shape of one input without the data") from None
-    on_device = option(part, "on_device")
-    pixels = on_device if isinstance(on_device, Pixels) else None
-    if options.shape:
-        return of_shape(options.shape, model, args.num_classes), pixels
-    samples = loader.Loader(part, Plan(len(part), 2, 2), World(), seed=args.seed, shuffle=False, workers=0)
-    _, batch = next(samples.epoch(0))
-    inputs = loss.split_batch(batch)[0]
+
+
+def one_tensor(inputs: Any, options, args) -> Tensor:
+    """Return the one tensor that the model gets in training, of two samples. Raises UsageError if it gets others."""
     if isinstance(inputs, dict) and len(inputs) == 1:
         inputs = next(iter(inputs.values()))
     if not isinstance(inputs, Tensor):
@@ -363,7 +363,7 @@ def example(options, model: nn.Module) -> tuple[Tensor, Pixels | None]:
             f"-format {options.format} is for models of one tensor, and -dataset {args.dataset} gives "
             f"{given}: give get_model a wrapper that takes one, or use -format torch"
         )
-    return inputs.contiguous(), pixels
+    return inputs.contiguous()
 
 
 def of_shape(shape: list[int], model: nn.Module, tokens: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Predicts with a run's model: python scripts/predict.py out/NAME FILES... [-o answers.csv].
 
 FILES are images, text files, or folders, which are searched for images. The run's dataset prepares each file
-(get_transform). The weights are the best ones, or else the final ones. The training data is not needed.
+(get_transform). The weights are the best ones, or else the final ones. The training data is not needed, unless it
+alone tells which parameter of the model's `forward` gets the input.
 Each file gets a row: its prediction, or the reason why there is none. Exit code 1: some files have none.
 In a notebook: from scripts import predict; predict.load("out/NAME")([image]), or predict.load_model("out/NAME").
 """
@@ -29,6 +30,7 @@ from lib.utils import seeding
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.data import photos
 from lib.utils.errors import FAILED, FINISHED, UsageError, printable
+from scripts import model_input
 
 BATCH = 64  # images at once
 SHOWN = 3  # classes of a file in the table
@@ -88,7 +90,8 @@ def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list]
     They may also be tensors, made by the dataset's get_transform. Where classes share a name, a number follows it.
 
     With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
-    The weights are the run's best ones, or where there are none, its final ones. The run's data is not needed.
+    The weights are the run's best ones, or where there are none, its final ones. The run's data is needed only if it
+    alone tells which parameter of `forward` gets the input. Raises UsageError if the model takes more than one.
     """
     file = Path(run) / "config.yaml"
     args = config.parse_args(["-cfg", str(file)], describe=False)
@@ -96,7 +99,7 @@ def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list]
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
-    model, transform = load_model(run, device), dataset.get_transform(args)
+    model, transform = model_input.with_one_input(load_model(run, device), args), dataset.get_transform(args)
     precision = parallel.autocast(args, torch.device(device))
 
     @torch.no_grad()

@@ -6,16 +6,18 @@ import logging
 import os
 import re
 import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runs import run
+from runs import few, plugins, run
 
 from lib import config
 from lib.utils.errors import UsageError
-from scripts import predict
+from scripts import export, predict
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
 
@@ -147,3 +149,24 @@ def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
 def test_an_error_of_a_transform_is_the_row_s_reason_and_not_the_photo_s(photos):
     [row] = predict.answers(lambda image: image.size[5] / 0, None, [photos / "val" / "dark" / "0.png"])
     assert row.fault == "get_transform fails: IndexError: tuple index out of range"
+
+
+def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, monkeypatch, script_error):
+    class Late(torch.nn.Linear):
+        def forward(self, prior=None, image=None):
+            return super().forward(image) if prior is None else prior[:, :4]
+
+    rows = [{"image": image, "label": label} for image, label in few(None)["train"]]
+    with plugins(arch={"late": lambda args: Late(64, 4)}, dataset={"rows": lambda args: {"train": rows}}):
+        folder = run(tmp_path, "-arch late -dataset rows -num_classes 4 -cpu 1 -epochs 1")
+        dataset, images = sys.modules["lib.dataset.rows"], torch.ones(1, 64)
+        dataset.get_transform = lambda args: None
+        wanted = predict.load_model(folder)(image=images)
+        assert [*predict.load(folder)([images[0]])[0].values()] == pytest.approx(wanted.softmax(1)[0].tolist())
+        options = types.SimpleNamespace(run=folder, shape=None, fixed=None, pixels=False, resize=False)
+        exported = export.prepared(options, export.read(folder / "final" / "weights.safetensors")).model
+        assert torch.equal(exported(images), wanted)
+        monkeypatch.setattr(dataset, "get_dataset", lambda args: [])
+        assert "forward takes its input as prior or image, and the data" in script_error(predict, folder)
+        monkeypatch.setattr(Late, "forward", lambda self, image, labels: None)
+        assert "forward needs labels, and here it has one input" in script_error(predict, folder)

@@ -1,0 +1,93 @@
+"""Gives a run's model one input as the trainer does (lib/core/loss.py), for predict.py and export.py."""
+
+import inspect
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lib.config import plugins
+from lib.core import loss
+from lib.utils.checkpoint.state import unwrap
+from lib.utils.data import loader
+from lib.utils.data.plan import Plan
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+
+class Named(nn.Module):
+    """A model that gets its one input by the name of a parameter of its `forward`."""
+
+    def __init__(self, model: nn.Module, name: str):
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, inputs):
+        return self.model(**{self.name: inputs})
+
+
+def training_samples(args: Namespace) -> Any:
+    """Return the training samples of a run. Raises UsageError or OSError, as for data that is not there."""
+    dataset = plugins.mixed(plugins.load("dataset", args.dataset), args.data)
+    return loader.splits(dataset.get_dataset(args), args.dataset)["train"]
+
+
+def first_inputs(model: nn.Module, samples: Any, args: Namespace) -> Any:
+    """Return what the trainer gives the model of two samples: of a dict those entries that `forward` takes."""
+    two = loader.Loader(samples, Plan(len(samples), 2, 2), World(), seed=args.seed, shuffle=False, workers=0)
+    _, batch = next(two.epoch(0))
+    inputs = loss.split_batch(batch)[0]
+    if not isinstance(inputs, Mapping) or takes_all(parameters := parameters_of(model)):
+        return inputs
+    names = [one.name for one in parameters]
+    return {name: value for name, value in inputs.items() if name in names} or inputs
+
+
+def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.Module:
+    """Return a module that takes one tensor, and gives it to the model as in training: by its name if it has one.
+
+    `inputs` are those of two samples (`first_inputs`). Without them, samples are read if only they tell the name.
+    Raises UsageError if that fails, or if `forward` needs more than one input.
+    """
+    parameters = parameters_of(model)
+    names = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    if inputs is None and not is_first(model):
+        try:
+            inputs = first_inputs(model, training_samples(args), args)
+        except (UsageError, OSError) as error:
+            known = " or ".join(name for name in names if name not in loss.TARGETS) or "some entry of a dict"
+            found = f"forward takes its input as {known}, and the data, which would tell, cannot be read ({error})"
+            hint = "let the input be its first parameter, without a default"
+            raise UsageError(f"-arch {args.arch}: {found}: {hint}") from None
+    entries = [*inputs] if isinstance(inputs, Mapping) else []
+    if len(entries) > 1:
+        raise UsageError(f"-arch {args.arch} takes {' and '.join(entries)} in training, and here one input alone")
+    by_name = [name for name in entries if name in names or takes_all(parameters)]
+    given = by_name or names[:1]
+    needed = [one.name for one in parameters if one.name in names and one.default is one.empty]
+    if more := [name for name in needed if name not in given]:
+        hint = f"give it a default ({more[0]}=None), and return the outputs without it"
+        raise UsageError(f"-arch {args.arch}: forward needs {' and '.join(more)}, and here it has one input: {hint}")
+    return Named(model, by_name[0]).eval() if by_name else model
+
+
+def is_first(model: nn.Module) -> bool:
+    """Whether the first parameter of `forward` surely gets the input in training.
+
+    So it is if it has no default, if it is the only one, or if a model of transformers says so.
+    """
+    inputs = [one for one in parameters_of(model) if one.name not in loss.TARGETS]
+    if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        return False
+    first = inputs[0]
+    return first.default is first.empty or len(inputs) == 1 or first.name == getattr(model, "main_input_name", None)
+
+
+def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
+    _, *parameters = loss.signature(type(unwrap(model)).forward).parameters.values()
+    return parameters
+
+
+def takes_all(parameters: list[inspect.Parameter]) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in parameters)
