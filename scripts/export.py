@@ -118,6 +118,10 @@ def read(source: Path) -> dict[str, Tensor]:
     manifest = state.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
+    if kept := sorted(name for name in manifest["tensors"] if name.startswith("trainer.")):
+        what = f"not exported are {kept[0]} and {len(kept) - 1} more of the trainer"
+        hint = "if it evaluates an average, that is in best/, which comes with the first evaluation"
+        print(printable(f"export.py: {source}: {what}: {hint}"), file=sys.stderr)
     tensors = shards.make_empty({name: one for name, one in manifest["tensors"].items() if name.startswith("model.")})
     shards.read(source, [*manifest["shards"]], tensors)
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
