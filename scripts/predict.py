@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import plugins
 from lib.core import loss, parallel
+from lib.trainer import trainer
 from lib.utils import seeding
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.data import photos
@@ -58,10 +59,13 @@ def main(argv: list[str] | None = None) -> int:
         if not rows:
             raise UsageError("nothing to predict: name images, text files or folders of images, or give -text")
         text = FORMATS[form](rows, config_of_run.loss == "cross_entropy")
+        note = note_on_probabilities(config_of_run)
         if args.o:
             atomic.write_file(args.o, text)
     except (UsageError, OSError) as error:
         parser.exit(2, printable(f"predict.py: {error}\n"))
+    if note:
+        print(f"predict.py: {note}", file=sys.stderr)
     failed = sum(bool(row.fault) for row in rows)
     print(printable(f"{args.o}: {len(rows) - failed} predictions" if args.o else text.rstrip("\n")))
     if failed:
@@ -104,6 +108,8 @@ def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list]
 
     @torch.no_grad()
     def predict(inputs: list) -> list[dict[str, float]]:
+        if not inputs:
+            return []
         rows = [one if isinstance(one, Tensor) else transform(one) for one in inputs]
         alike = len({row.shape for row in rows}) == 1
         answers = []
@@ -117,6 +123,15 @@ def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list]
         return [dict(zip(keys, one)) for one in answers]
 
     return predict
+
+
+def note_on_probabilities(args: Namespace) -> str:
+    """Return what the probabilities are, if the trainer may have trained with another loss than `args.loss`."""
+    own = plugins.load("trainer", args.trainer).Trainer
+    if args.loss != "cross_entropy" or own.training_step is trainer.Trainer.training_step:
+        return ""
+    what = "probabilities are the softmax of the outputs"
+    return f"{what}; -trainer {args.trainer} has a loss of its own, for which outputs may mean something else"
 
 
 def one_row_each(outputs: Tensor | None, samples: int, args: Namespace) -> Tensor:
@@ -214,12 +229,13 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
 
 def to_table(rows: list[Row], classifier: bool) -> str:
     """A line for each input: the most probable classes, or all outputs, or why there are none."""
-    wide = max(len(row.name) for row in rows)
+    names = [row.name.replace("\n", "\\n") for row in rows]
+    wide = max(map(len, names))
     lines = []
-    for row in rows:
+    for name, row in zip(names, rows):
         ranked = sorted(row.values.items(), key=lambda item: -item[1])[:SHOWN] if classifier else row.values.items()
-        shown = [row.fault] if row.fault else [f"{printable(name)} {value:.4f}" for name, value in ranked]
-        lines.append("  ".join([row.name.ljust(wide), *shown]))
+        shown = [row.fault] if row.fault else [f"{printable(key)} {value:.4f}" for key, value in ranked]
+        lines.append("  ".join([name.ljust(wide), *(one.replace("\n", "\\n") for one in shown)]))
     return "\n".join(lines) + "\n"
 
 
