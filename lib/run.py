@@ -62,7 +62,7 @@ class Run:
             self.splits, self.skipped = check_data.skip(self.splits, args, self.world, self.past)
         before, train = self.past.manifest["config"] if self.past else start, self.splits["train"]
         if args.balance or (args.shuffle and option(train, "weights") is not None):
-            load_optional("scripts.sampling", "-balance or weights of samples").add_sampler(train, args)
+            load_optional("scripts.sampling", "-balance").add_sampler(train, args)
         watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
         data = fingerprint.describe(self.splits, args, self.world)
         self.plan = resume.plan(args, data, self.world, before)
