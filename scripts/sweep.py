@@ -149,7 +149,7 @@ class Space:
         """Return Optuna's value for its trial; numbers have 4 digits."""
         if not self.scale:
             return trial.suggest_categorical(name, self.values)
-        if all(DIGITS.fullmatch(value) for value in self.values):
+        if all(re.fullmatch(DIGITS, value) for value in self.values):
             return str(trial.suggest_int(name, *map(int, self.values), log=self.scale == "log"))
         return f"{trial.suggest_float(name, *map(float, self.values), log=self.scale == 'log'):.4g}"
 

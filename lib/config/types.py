@@ -6,18 +6,19 @@ import os
 import re
 from collections.abc import Callable
 
-DIGITS = re.compile(r"[+-]?[0-9]{1,18}")
-DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+DIGITS = r"[+-]?[0-9]{1,18}"
+DECIMAL = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
 
 
-def matching(pattern: str, wanted: str) -> Callable[[str], str]:
-    """Return a type for text that matches the whole pattern; `wanted` describes it."""
+def matching(pattern: str, wanted: str, convert: Callable = str, is_right: Callable = lambda value: True) -> Callable:
+    """Return a type for text that matches the whole pattern and is right once converted; `wanted` describes it."""
 
-    def read(value: str) -> str:
-        if not re.fullmatch(pattern, value):
+    def read(value: str) -> object:
+        if not (re.fullmatch(pattern, value) and is_right(convert(value))):
             raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
-        return value
+        return convert(value)
 
+    read.__annotations__["return"] = convert  # for the stub of `args`
     return read
 
 
@@ -44,25 +45,12 @@ gpu_list = matching(r"\d{1,4}(,\d{1,4})*", "a list of GPUs like 0,1,2")
 
 def whole(low: int) -> Callable[[str], int]:
     """Return a type for whole numbers from `low`."""
-
-    def read(value: str) -> int:
-        if not DIGITS.fullmatch(value) or int(value) < low:
-            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {low}")
-        return int(value)
-
-    return read
+    return matching(DIGITS, f"a whole number of at least {low}", int, lambda number: number >= low)
 
 
 def real(wanted: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
     """Return a type for finite numbers that are right; `wanted` describes them."""
-
-    def read(value: str) -> float:
-        found = float(value) if DECIMAL.fullmatch(value) else math.nan
-        if not (math.isfinite(found) and is_right(found)):
-            raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
-        return found
-
-    return read
+    return matching(DECIMAL, wanted, float, lambda number: math.isfinite(number) and is_right(number))
 
 
 def yes_no(value: str) -> bool:
