@@ -112,9 +112,6 @@ class Engine:
         self.buffers.share()
 
 
-# The tree
-
-
 def sum_over_ranks(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: list[Tensor]) -> list[Tensor]:
     """Return the sums of the nodes of all ranks, each laid out in memory like its tensor in `like`.
 
@@ -133,7 +130,7 @@ def sum_over_ranks(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], lik
 
 
 def _exchange(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: list[Tensor]) -> list[Tensor]:
-    """Return the sums of tensors of one type and device over the nodes of all ranks."""
+    """Return the sums of tensors of one type and device over the nodes of all ranks, laid out as `like`."""
     size, width = len(by_rank), sum(tensor.numel() for tensor in like)
     slices = 1 if width * like[0].element_size() * size <= SMALL else size
     part = -(-width // (slices * ALIGNED)) * ALIGNED  # values of a slice
@@ -152,7 +149,9 @@ def _exchange(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: li
         whole = rows.new_empty(slices * part)
         dist.all_gather_into_tensor(whole, total)
         total = whole
-    return _split_like(total[:width], like)
+    parts = total[:width].split([tensor.numel() for tensor in like])
+    shaped = [(part.view(tensor.shape), tensor) for part, tensor in zip(parts, like, strict=True)]
+    return [part if one.is_contiguous() else torch.empty_like(one).copy_(part) for part, one in shaped]
 
 
 def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:
@@ -199,13 +198,6 @@ def _chunks(tensors: list[Tensor]) -> list[list[int]]:
         chunks[-1].append(number)
         filled += tensor.nbytes
     return chunks
-
-
-def _split_like(row: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return parts of a row of values, each in the shape of a tensor, and laid out in memory as it is."""
-    parts = row.split([tensor.numel() for tensor in like])
-    shaped = [(part.view(tensor.shape), tensor) for part, tensor in zip(parts, like, strict=True)]
-    return [part if one.is_contiguous() else torch.empty_like(one).copy_(part) for part, one in shaped]
 
 
 class TreeReduceScatter:
