@@ -42,8 +42,8 @@ def configure_kernels(world: World, deterministic: bool) -> None:
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
-def choose_threads(args: Namespace, world: World, saved: int | None) -> int:
-    """Set the number of torch's threads, the same on all ranks, and return it.
+def choose_threads(args: Namespace, world: World, saved: int | None) -> None:
+    """Set the number of torch's threads, the same on all ranks.
 
     It is -threads; else that of the run's first start (`saved`), because sums by another number have other bits; else
     the user's OMP_NUM_THREADS; else a process's share of the cores.
@@ -51,7 +51,6 @@ def choose_threads(args: Namespace, world: World, saved: int | None) -> int:
     wanted = args.threads or saved or distributed.user_threads() or cores_per_process(world)
     count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
     torch.set_num_threads(count)
-    return count
 
 
 @contextlib.contextmanager
