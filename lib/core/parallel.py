@@ -1,12 +1,11 @@
 """One model on several processes. In this order: building, DDP, FSDP2, precision, compilation, recomputation."""
 
-import contextlib
 import functools
 import importlib
 from argparse import Namespace
 from collections import Counter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +17,6 @@ from lib.core.buffers import take_first
 from lib.utils import distributed, seeding
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed import fsdp
 
 SKIPPED = (
     "-parallel fsdp: a micro-batch skips a block that another one calls ({}): its gradients cannot be summed; "
@@ -89,6 +85,17 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
     """Give all ranks rank 0's values; then make every block a group of its own, and the rest the root's."""
     from torch.distributed import fsdp  # takes most of a second
 
+    def precision(part: nn.Module) -> fsdp.MixedPrecisionPolicy:
+        """Half precision also between the processes, where autocast computes in it; BatchNorm needs whole weights.
+
+        Inputs keep their dtype, as under DDP, where autocast alone decides; for the same bits, weights do so, too.
+        """
+        whole = engine == "exact" or any(isinstance(module, _NormBase) for module in part.modules())
+        if whole or not (args.fp16 or args.bf16):
+            return fsdp.MixedPrecisionPolicy()
+        half = torch.float16 if args.fp16 else torch.bfloat16
+        return fsdp.MixedPrecisionPolicy(half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None:
             raise UsageError(f"-parallel fsdp: max_norm of {name} changes weights in a pass, which FSDP would lose")
@@ -97,8 +104,8 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
     take_first([*model.parameters(), *model.buffers()])
     groups = _untied(model, parts)  # the rest, as embeddings, is the root's: in 32 bits, as under DDP
     for part in groups:
-        shard(part, mp_policy=_precision_policy(part, args, engine))
-    shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args, engine))
+        shard(part, mp_policy=precision(part))
+    shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else precision(model))
     sharded: list[Any] = [*groups, model]
     for part in sharded:
         part.set_gradient_divide_factor(1.0)  # a sum: each micro-batch counts by its samples already
@@ -135,25 +142,9 @@ def _untied(model: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
     return [part for part in parts if all(everywhere[one] == count for one, count in uses(part).items())]
 
 
-def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
+def autocast(args: Namespace, device: torch.device) -> torch.autocast:
     """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else nothing."""
-    if not (args.fp16 or args.bf16):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
-
-
-def _precision_policy(part: nn.Module, args: Namespace, engine: str) -> "fsdp.MixedPrecisionPolicy":
-    """Half precision also between the processes, where autocast computes in it; BatchNorm needs whole weights.
-
-    Inputs keep their dtype, as under DDP, where autocast alone decides; for the same bits, weights do so, too.
-    """
-    from torch.distributed import fsdp
-
-    whole = engine == "exact" or any(isinstance(module, _NormBase) for module in part.modules())
-    if whole or not (args.fp16 or args.bf16):
-        return fsdp.MixedPrecisionPolicy()
-    half = torch.float16 if args.fp16 else torch.bfloat16
-    return fsdp.MixedPrecisionPolicy(half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return torch.autocast(device.type, torch.float16 if args.fp16 else torch.bfloat16, args.fp16 or args.bf16)
 
 
 def _compile(parts: list[nn.Module], engine: str) -> None:
