@@ -69,10 +69,7 @@ class Trainer:
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.predictions = metrics.Predictions(loss, args.num_classes, world)
-        limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        self.stop = preemption.Stop(
-            self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
-        )
+        self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.in_pass = False  # whether a micro-batch is being computed
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
@@ -171,7 +168,7 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train the rest of the epoch, or until a stop; evaluate and save when that is due."""
-        if self.stop.limit_reached(self.state.step):
+        if self.stop.limit_reached(self.state.step, self.args.limit_steps):
             return
         # As after an evaluation: what is drawn from here on does not depend on where a start begins.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
@@ -289,8 +286,8 @@ class Trainer:
         """Write a log line if it is due, vote on a stop, move a save on."""
         watchdog.moved(self.state.step)
         self.log()
-        if not self.stop.tick(training=True):
-            self.stop.limit_reached(self.state.step)
+        if not self.stop.tick(training=True) and self.state.step < self.total_steps:  # whose end is no stop
+            self.stop.limit_reached(self.state.step, self.args.limit_steps)
         if self.stop.voted:
             self.checkpoints.poll()
 

@@ -50,10 +50,8 @@ class Stop:
     decides after how many steps, so that a vote costs well under 1 % of the time.
     """
 
-    def __init__(
-        self, folder: Path, world: World, *, max_hours: float | None, grace_s: float, limit_steps: int | None
-    ):
-        self.file, self.world, self.grace_s, self.limit_steps = folder / "STOP", world, grace_s, limit_steps
+    def __init__(self, folder: Path, world: World, *, max_hours: float | None, grace_s: float):
+        self.file, self.world, self.grace_s = folder / "STOP", world, grace_s
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.next_check = -math.inf  # of the clock, the file and the agent
         self.signalled_at: float | None = None  # time.monotonic() of the first signal
@@ -79,11 +77,11 @@ class Stop:
                 self.request_stop(FILE_THERE)
         return self.request is not None
 
-    def limit_reached(self, step: int) -> bool:
-        """Return whether -limit_steps is reached, which all ranks see at the same step."""
-        reached = self.limit_steps is not None and step >= self.limit_steps
+    def limit_reached(self, step: int, limit: int | None) -> bool:
+        """Return whether the step of -limit_steps is reached, which all ranks see at once."""
+        reached = limit is not None and step >= limit
         if reached and self.agreed is None:
-            self.agreed = Request(f"-limit_steps {self.limit_steps} is reached")
+            self.agreed = Request(f"-limit_steps {limit} is reached")
         return reached
 
     def tick(self, training: bool) -> bool:

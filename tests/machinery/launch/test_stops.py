@@ -68,7 +68,7 @@ def test_the_interval_between_votes_stays_short_on_a_gpu_whose_steps_are_queued(
     """After a wait the next steps are queued at once and seem to take no time. Here a step takes 1 s, four are in the
     queue, and a log line every ten steps waits for the GPU."""
     clock, queue, votes = [0.0], [], []
-    stop = preemption.Stop(Path("nowhere"), World(size=2), max_hours=None, grace_s=60, limit_steps=None)
+    stop = preemption.Stop(Path("nowhere"), World(size=2), max_hours=None, grace_s=60)
     monkeypatch.setattr(stop, "is_requested", lambda: bool(votes.append(clock[0])))
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(preemption.distributed, "all_reduce_max", lambda values, world: values)
