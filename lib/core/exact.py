@@ -24,7 +24,7 @@ from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-CHUNK = 8 << 20  # bytes of gradients that travel together
+CHUNK = 8 << 20  # bytes of gradients from which on a chunk travels
 SMALL = 1 << 20  # bytes of a chunk times the number of ranks up to which each rank gets all nodes
 ALIGNED = 64  # values: NCCL is slower where a part does not begin at a multiple of 16 bytes (its issue 413)
 
@@ -120,7 +120,8 @@ def sum_over_ranks(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], lik
     if len(by_rank) == 1:
         return sum_nodes(nodes)
     sums = {}
-    for chunk in _chunks(like):
+    chunks, _ = dist._compute_bucket_assignment_by_size(like, [CHUNK])  # DDP's: each of one type and device
+    for chunk in chunks:
         parts = {leaf: [values[number] for number in chunk] for leaf, values in nodes.items()}
         for values in nodes.values():
             for number in chunk:
@@ -186,18 +187,6 @@ def nodes_by_rank(leaves: int, size: int, round_robin: bool) -> list[list[int]]:
             add_leaf(nodes, leaf, [nothing])
         by_rank.append(list(nodes))
     return by_rank
-
-
-def _chunks(tensors: list[Tensor]) -> list[list[int]]:
-    """Return the numbers of these tensors in groups of one type and device, of about CHUNK bytes or one tensor."""
-    chunks, filled, kind = [], 0, None
-    for number, tensor in enumerate(tensors):
-        if kind != (tensor.dtype, tensor.device) or filled + tensor.nbytes > CHUNK:
-            filled, kind = 0, (tensor.dtype, tensor.device)
-            chunks.append([])
-        chunks[-1].append(number)
-        filled += tensor.nbytes
-    return chunks
 
 
 class TreeReduceScatter:
