@@ -416,27 +416,21 @@ class Trainer:
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
             for context in (self.rate.paused(), self.evaluated_weights(), self.evaluating()):
                 contexts.enter_context(context)
-            self.evaluate_batches(split, totals)
-        if self.may_stop and self.stop.agreed:
-            raise preemption.Stopped
+            for micro_batch, batch in self.loaders[split].epoch(0):
+                seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
+                count = self.count_targets(batch, micro_batch.count)
+                with self.precision:
+                    given = self.evaluation_step(self.model, batch, count)
+                if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
+                    totals.update({**given, "samples": count})
+                if self.may_stop and self.stop.tick(training=False):
+                    raise preemption.Stopped
         # What is drawn from here on is as if there had been no evaluation.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
         sums = totals.reduce()
         figures = {name: metrics.mean(sums, name) for name in sums if name != "samples"}
         return {**figures, **self.predictions.figures()}
-
-    def evaluate_batches(self, split: str, totals: metrics.Sums) -> None:
-        """Add what each batch of a split gives to `totals`, until a stop."""
-        for micro_batch, batch in self.loaders[split].epoch(0):
-            seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
-            count = self.count_targets(batch, micro_batch.count)
-            with self.precision:
-                sums = self.evaluation_step(self.model, batch, count)
-            if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
-                totals.update({**sums, "samples": count})
-            if self.may_stop and self.stop.tick(training=False):
-                break
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
