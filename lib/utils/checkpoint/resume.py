@@ -158,11 +158,10 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     if args.drop_last and data["samples"] < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
     engine = before.get("engine", "exact" if world.device.type == "cpu" else "stock")
-    if args.deterministic is not None:
-        engine = "exact" if args.deterministic else "stock"
-    if importlib.util.find_spec("lib.core.exact") is None:
-        if args.deterministic:
-            load_optional("lib.core.exact", "-deterministic")  # which says that it is gone
+    if args.deterministic:
+        load_optional("lib.core.exact", "-deterministic")  # which says if it is gone
+        engine = "exact"
+    elif args.deterministic is False or importlib.util.find_spec("lib.core.exact") is None:
         engine = "stock"
     plan = Plan(data["samples"], batch, micro, args.drop_last, data, engine)
     return dataclasses.replace(plan, total_steps=args.steps or args.epochs * plan.steps)
