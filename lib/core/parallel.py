@@ -18,10 +18,7 @@ from lib.utils import distributed, seeding
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-SKIPPED = (
-    "-parallel fsdp: a micro-batch skips a block that another one calls ({}): its gradients cannot be summed; "
-    "take -parallel ddp"
-)
+SKIPPED = "-parallel fsdp cannot sum: a micro-batch skips a block that another one calls ({}); take -parallel ddp"
 
 
 def build(arch: ModuleType, args: Namespace) -> nn.Module:
@@ -36,9 +33,7 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
     return model
 
 
-def wrap(
-    model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: ModuleType | None = None
-) -> nn.Module:
+def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: Any = None) -> nn.Module:
     """Return the model on its device, with rank 0's values; for the stock engine inside DDP; or sharded (FSDP2).
 
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
@@ -51,11 +46,10 @@ def wrap(
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
         _compile([model] if args.compile == "model" else parts or [model], engine)
-    if args.recompute:
-        if not parts:
-            raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
-        for part in parts:
-            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+    if args.recompute and not parts:
+        raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
+    for part in parts if args.recompute else ():
+        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
     if sharded:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)

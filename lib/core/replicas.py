@@ -124,10 +124,9 @@ def compare(tensors: dict[str, Tensor], marks: dict[str, Any], world: World, ste
     parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
     if parted:
         name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
-        raise RuntimeError(
-            f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}; at step "
-            f"{agreed} all were the same. Each process must change weights, buffers and states in the same way"
-        )
+        fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}"
+        advice = "Each process must change weights, buffers and states in the same way"
+        raise RuntimeError(f"{fault}; at step {agreed} all were the same. {advice}")
 
 
 def plain_values(trainer: Any) -> dict[str, Any]:

@@ -50,9 +50,8 @@ class Engine:
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
         """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.
 
-        `figures` (2,), its mean loss and its number of targets, are for all ranks.
-
-        Raises UsageError in that pass if DDP could not see all parameters: replicas would part without a word.
+        `figures` (2,), its mean loss and its number of targets, are for all ranks. Raises UsageError in the last pass
+        if DDP could not see all parameters: replicas would part without a word.
         """
         (loss * self.loss_scale).backward()
         if micro_batch.first:
@@ -67,10 +66,9 @@ class Engine:
         if not {*self.parameters}.intersection(p for _, p in named):
             return  # a copy of the model that nobody trains, as a teacher
         if module not in self.called and any(p in self.reached for _, p in named):
-            raise UsageError(
-                "training_step computes gradients of a model without calling it: DistributedDataParallel sums only "
-                "those of self.model(...); call the whole model, or take -deterministic"
-            )
+            fault = "training_step computes gradients of a model without calling it"
+            hint = "DistributedDataParallel sums only those of self.model(...): call the whole model"
+            raise UsageError(f"{fault}: {hint}, or take -deterministic")
         unused = [name for name, p in named if p not in self.reached]
         if module in self.called and unused and not module.find_unused_parameters:
             fault = f"no backward pass reached the parameter {unused[0]} ({len(unused)} in all)"
