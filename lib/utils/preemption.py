@@ -93,11 +93,9 @@ class Stop:
         if self.training != training:
             self.training, self.ticks, self.vote_at = training, 1, 1
         self.voted = self.world.size == 1 or self.ticks >= self.vote_at
-        return self.voted and self.vote()
-
-    def vote(self) -> bool:
-        """Vote now; all ranks must. Return whether they agree to stop."""
-        step_s = (time.monotonic() - self.since) / max(1, self.ticks)
+        if not self.voted:
+            return False
+        step_s = (time.monotonic() - self.since) / self.ticks
         stop, step_s = distributed.all_reduce_max([self.is_requested(), step_s], self.world)
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
