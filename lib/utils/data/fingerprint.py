@@ -29,8 +29,7 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
-    facts: dict[str, Any] = {"classes": _class_names(splits["train"])}
-    facts["sampler digest"] = "none"
+    facts: dict[str, Any] = {"classes": _class_names(splits["train"]), "sampler digest": "none"}
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         names, of_train = _class_names(part), facts["classes"]
