@@ -92,11 +92,9 @@ class Predictions:
             return
         if targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
             return
-        if outputs.shape[1] != self.classes:
+        if (given := outputs.shape[1]) != self.classes:
             if not self.warned:
-                log.warning(
-                    "the model gives %d outputs, and -num_classes is %d: no f1", outputs.shape[1], self.classes
-                )
+                log.warning("the model gives %d outputs, and -num_classes is %d: no f1", given, self.classes)
             self.warned = True
             return
         answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
