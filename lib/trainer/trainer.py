@@ -110,6 +110,8 @@ class Trainer:
             try:
                 if not self.state.evaluated:  # a stop has left it to this start
                     self.evaluate_and_save()
+                if not self.is_done():  # an earlier start may be past the limit
+                    self.stop.check_limit(self.state.step, self.args.limit_steps)
                 while not (self.stop.agreed or self.is_done()):
                     self.train_epoch()
                 figures = self.evaluate_test()
@@ -168,8 +170,6 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train the rest of the epoch, or until a stop; evaluate and save when that is due."""
-        if self.stop.limit_reached(self.state.step, self.args.limit_steps):
-            return
         # As after an evaluation: what is drawn from here on does not depend on where a start begins.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         first = self.state.step % self.plan.steps
@@ -287,7 +287,7 @@ class Trainer:
         watchdog.moved(self.state.step)
         self.log()
         if not self.stop.tick(training=True) and self.state.step < self.total_steps:  # whose end is no stop
-            self.stop.limit_reached(self.state.step, self.args.limit_steps)
+            self.stop.check_limit(self.state.step, self.args.limit_steps)
         if self.stop.voted:
             self.checkpoints.poll()
 

@@ -77,12 +77,10 @@ class Stop:
                 self.request_stop(FILE_THERE)
         return self.request is not None
 
-    def limit_reached(self, step: int, limit: int | None) -> bool:
-        """Return whether the step of -limit_steps is reached, which all ranks see at once."""
-        reached = limit is not None and step >= limit
-        if reached and self.agreed is None:
+    def check_limit(self, step: int, limit: int | None) -> None:
+        """Agree to stop once the step of -limit_steps is reached, which all ranks see at once."""
+        if limit is not None and step >= limit and self.agreed is None:
             self.agreed = Request(f"-limit_steps {limit} is reached")
-        return reached
 
     def tick(self, training: bool) -> bool:
         """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation.
