@@ -92,7 +92,8 @@ class Engine:
         Returns the figures of all micro-batches, (micro-batches, 2).
         """
         for scatter in self.scatters:
-            scatter.finish()
+            if scatter.nodes:  # no sum is whole: the last micro-batches skipped the block
+                raise UsageError(SKIPPED.format(scatter.name))
         if self.alone:
             self.buffers.finish([])
             return self.figures[None]
@@ -209,11 +210,6 @@ class TreeReduceScatter:
         self.leaves = micro_batch.step_parts
         if micro_batch.first:
             self.nodes, self.turns = {}, Counter()
-
-    def finish(self) -> None:
-        """Raise UsageError if the step ends before a sum is whole: the last micro-batches skipped the block."""
-        if self.nodes:
-            raise UsageError(SKIPPED.format(self.name))
 
     def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for what FSDP sends or receives."""
