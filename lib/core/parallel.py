@@ -1,5 +1,6 @@
 """One model on several processes. In this order: building, DDP, FSDP2, precision, compilation, recomputation."""
 
+import contextlib
 import functools
 import importlib
 from argparse import Namespace
@@ -136,9 +137,11 @@ def _untied(model: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
     return [part for part in parts if all(everywhere[one] == count for one, count in uses(part).items())]
 
 
-def autocast(args: Namespace, device: torch.device) -> torch.autocast:
-    """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else nothing."""
-    return torch.autocast(device.type, torch.float16 if args.fp16 else torch.bfloat16, args.fp16 or args.bf16)
+def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else that of the code around."""
+    if not (args.fp16 or args.bf16):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
 
 
 def _compile(parts: list[nn.Module], engine: str) -> None:
