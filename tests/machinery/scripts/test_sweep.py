@@ -7,14 +7,13 @@ import re
 import signal
 import sqlite3
 import statistics
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import needs
 import pytest
-from processes import CLEAN, ROOT, until
+from processes import CLEAN, session, until
 from runs import outcome, run, weights
 
 from scripts import reading, status, sweep, sweep_results
@@ -30,14 +29,9 @@ def running_sweep(out, flags):
     """A sweep in a session of its own. When the block ends, the sweep and its trials are ended."""
     command = [sys.executable, "scripts/sweep.py", *flags.split(), "-out", str(out)]
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "output").open("ab") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=log, stderr=log, start_new_session=True)
-    try:
+    with session(command, out / "output", env=CLEAN) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        until(lambda: not any(map(reading.is_locked, reading.folders(out))), what="the end of the trials")
+    until(lambda: not any(map(reading.is_locked, reading.folders(out))), what="the end of the trials")
 
 
 def run_sweep(out, flags, expected_code=0) -> str:
