@@ -24,7 +24,7 @@ SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_caches_are_set_before_torch_is_imported
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
-    test_a_second_model_and_optimizer_resume_exactly
+    test_whatever_has_a_state_resumes_exactly
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
     test_shards_of_other_programs_train_with_the_same_bits_everywhere
     test_a_stock_fsdp_run_ends_with_the_weights_of_ddp_up_to_rounding

@@ -70,13 +70,10 @@ PREFIXES = "module. _orig_mod. model. backbone. module.model. _orig_mod.module.b
 PREFIXES += "model._orig_mod.module. state_dict.module.net. student. params.ema. module.bert."
 
 
-def with_modules_called_as_prefixes() -> nn.Module:
-    return nn.ModuleDict({name: nn.Linear(4, 4) for name in ("encoder", "model", "head")})
-
-
 @pytest.mark.parametrize("prefix", PREFIXES.split())
 def test_prefixes_in_any_order_are_left_out(tmp_path, prefix):
-    for build in (Tied, WithBackbone, with_modules_called_as_prefixes):
+    names = ("encoder", "model", "head")  # of modules: the second is also that of a prefix
+    for build in (Tied, WithBackbone, lambda: nn.ModuleDict({name: nn.Linear(4, 4) for name in names})):
         given, made = build(), build()
         tensors = {prefix + name: value for name, value in tensors_of(given).items()}
         said = load_into(save(tensors, tmp_path / "w.safetensors"), made)
@@ -134,21 +131,16 @@ def test_checkpoints_of_other_programs_are_read(tmp_path, program, name):
     assert same(made, given)
 
 
-def shards_in(folder, ending: str, write) -> nn.Module:
-    """Write a model in two shards and their index, as Hugging Face has them; return it."""
-    model = Tied()
-    tensors = {name: value for name, value in tensors_of(model).items() if name != "head.weight"}
-    files = {name: f"m-0000{n % 2 + 1}-of-00002.{ending}" for n, name in enumerate(tensors)}
-    for file in {*files.values()}:
-        write({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
-    index = {"metadata": {"total_size": 1}, "weight_map": files}
-    (folder / f"{'pytorch_' * (ending == 'bin')}model.{ending}.index.json").write_text(json.dumps(index))
-    return model
-
-
 @pytest.mark.parametrize(("ending", "write"), [("safetensors", save_file), ("bin", torch.save)])
 def test_a_folder_of_shards_is_read_by_its_index(tmp_path, ending, write):
-    given, made = shards_in(tmp_path, ending, write), Tied()
+    """Two shards, as Hugging Face writes them."""
+    given, made = Tied(), Tied()
+    tensors = {name: value for name, value in tensors_of(given).items() if name != "head.weight"}
+    files = {name: f"m-0000{n % 2 + 1}-of-00002.{ending}" for n, name in enumerate(tensors)}
+    for file in {*files.values()}:
+        write({name: tensors[name] for name in tensors if files[name] == file}, tmp_path / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (tmp_path / f"{'pytorch_' * (ending == 'bin')}model.{ending}.index.json").write_text(json.dumps(index))
     torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
     load_into(str(tmp_path), made, whole=True)
     assert same(made, given)

@@ -5,6 +5,7 @@ import itertools
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import crash
 import disk
@@ -110,10 +111,6 @@ def test_a_save_that_is_killed_at_any_call_or_loses_power_leaves_the_old_or_new_
         assert not [name for name in disk.read_tree(folder) if name.endswith(".partial")], cut.what
 
 
-def raise_no_space(*_, **__):
-    raise OSError(errno.ENOSPC, "no space left, says the test")
-
-
 def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
     checks = [_check_forced_saves, _check_failing_saves, _check_async]
 
@@ -144,7 +141,9 @@ def _check_failing_saves(rank, folder):
     for place, owner, name in ((0, atomic, "write_file"), (1, atomic, "fsync"), (0, Path, "symlink_to")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as message:
             if rank == place:
-                patch.setattr(owner, name, raise_no_space)
+                patch.setattr(
+                    owner, name, mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left, says the test"))
+                )
             save(saver)
         assert rank == place or f"rank {place}: " in str(message.value)
         assert latest(saver).name == first

@@ -1,34 +1,27 @@
 """cycling_utils' classes together: a loop like its Fashion-MNIST example stops anywhere and resumes."""
 
 import functools
-from operator import itemgetter
-from pathlib import Path
 
 import torch
 from ranks import on_ranks
+from runs import same_tensors
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lib.utils.compat import (
-    AtomicDirectory,
-    InterruptableDistributedSampler,
-    MetricsTracker,
-    TimestampedTimer,
-    atomic_torch_save,
-)
+from lib.utils import compat
 
 EPOCHS, BATCH, ROWS = 3, 4, {"train": 30, "test": 10}
 
 
 def loop(rank, out, stop):
     """Train and test; end without a save after `stop` batches, as if killed."""
-    timer = TimestampedTimer("imports")
+    timer = compat.TimestampedTimer("imports")
     torch.manual_seed(0)
     data = {part: TensorDataset(torch.randn(rows, 3), torch.randint(2, (rows,))) for part, rows in ROWS.items()}
-    samplers = {part: InterruptableDistributedSampler(data[part]) for part in data}
+    samplers = {part: compat.InterruptableDistributedSampler(data[part]) for part in data}
     loaders = {part: DataLoader(data[part], BATCH, sampler=samplers[part]) for part in data}
-    metrics = {part: MetricsTracker() for part in data}
+    metrics = {part: compat.MetricsTracker() for part in data}
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
     criterion = nn.CrossEntropyLoss(reduction="sum")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -37,8 +30,11 @@ def loop(rank, out, stop):
     state |= {f"{part}_sampler": samplers[part] for part in data}
     state |= {f"{part}_metrics": metrics[part] for part in data}
 
-    saver = AtomicDirectory(output_directory=str(out), is_master=rank == 0)
-    restore(saver, state)
+    saver = compat.AtomicDirectory(output_directory=str(out), is_master=rank == 0)
+    if (newest := out / saver.symlink_name).is_symlink():
+        saved = torch.load(newest.readlink() / "checkpoint.pt")
+        for name, one in state.items():
+            one.load_state_dict(saved[name])
     done = 0
     for epoch in range(samplers["train"].epoch, EPOCHS):
         for sampler in samplers.values():
@@ -57,14 +53,13 @@ def loop(rank, out, stop):
                 samplers[part].advance(len(inputs))
                 metrics[part].update({"examples": len(inputs), "loss": loss.item()})
                 metrics[part].reduce().reset_local()
-                total, examples = itemgetter("loss", "examples")(metrics[part].agg)
                 if is_last and part == "train":
                     schedule.step()
                 if is_last and (part == "train" or rank == 0):  # in the example only the master ends a test's epoch
                     metrics[part].end_epoch()
                 if is_last or batch % 2 == 0:
                     save(saver, state, rank)
-                timer.report(f"epoch {epoch} {part} batch {batch}: {total / examples:.3f}")
+                timer.report(f"epoch {epoch} {part} batch {batch}: {metrics[part].agg['loss']:.3f}")
                 done += 1
                 if done == stop:
                     return
@@ -72,18 +67,10 @@ def loop(rank, out, stop):
             sampler.reset_progress()
 
 
-def restore(saver, state):
-    link = Path(saver.output_directory, saver.symlink_name)
-    if link.is_symlink():
-        saved = torch.load(link.readlink() / "checkpoint.pt")
-        for name, one in state.items():
-            one.load_state_dict(saved[name])
-
-
 def save(saver, state, rank):
     folder = saver.prepare_checkpoint_directory()
     if rank == 0:
-        atomic_torch_save({name: one.state_dict() for name, one in state.items()}, f"{folder}/checkpoint.pt")
+        compat.atomic_torch_save({name: one.state_dict() for name, one in state.items()}, f"{folder}/checkpoint.pt")
     saver.symlink_latest(folder)
 
 
@@ -99,9 +86,8 @@ def test_a_loop_with_all_classes_resumes_with_the_same_bits_after_any_stop(tmp_p
         (link,) = out.glob("*.latest_checkpoint")
         found[name] = torch.load(link.readlink() / "checkpoint.pt")
     whole, stopped = found["whole"], found["stopped"]
-    assert [one["examples"] for one in whole["train_metrics"]["epoch_reports"]] == [30] * EPOCHS
-    assert [one["examples"] for one in whole["test_metrics"]["epoch_reports"]] == [10] * EPOCHS
-    assert whole["model"].keys() == stopped["model"].keys()
-    assert all(torch.equal(value, stopped["model"][name]) for name, value in whole["model"].items())
-    for name in ("train_sampler", "test_sampler", "train_metrics", "test_metrics"):
-        assert whole[name] == stopped[name], name
+    assert same_tensors(whole["model"], stopped["model"])
+    for part, rows in ROWS.items():
+        assert [one["examples"] for one in whole[f"{part}_metrics"]["epoch_reports"]] == [rows] * EPOCHS
+        for name in (f"{part}_sampler", f"{part}_metrics"):
+            assert whole[name] == stopped[name], name

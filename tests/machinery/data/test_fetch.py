@@ -26,28 +26,12 @@ def micro_batch(indices):
     return MicroBatch(0, 0, indices, len(indices), step_samples=8, step_parts=1, first=True, last=True)
 
 
-class OwnText(Exception):
-    """Has its own text and two arguments."""
-
-    def __init__(self, path, code):
-        super().__init__(path, code)
-        self.path, self.code = path, code
-
-    def __str__(self):
-        return f"{self.path} answers {self.code}"
-
-
-def fail_with_own_text():
-    raise OwnText("a.jpg", 404)
-
-
-FAULTS = {  # samples that fail, also with errors whose text does not follow from their arguments
+FAULTS = {  # samples that fail
     5: lambda: 1 // 0,
     13: lambda: None,
     17: Path("nowhere").read_text,
     21: lambda: next(iter([])),  # this StopIteration would end the epoch like the end of the samples
-    22: b"\xff".decode,
-    23: fail_with_own_text,
+    22: b"\xff".decode,  # an error with five arguments, and a text of its own
     24: lambda: {}["label"],
 }
 
@@ -61,7 +45,6 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
         ([17], r"No such file or directory: .nowhere. \(while fetching sample 17\)"),
         ([21], r"StopIteration.*\(while fetching sample 21\)"),
         ([22], r"UnicodeDecodeError: .*invalid start byte.* \(while fetching sample 22"),
-        ([23], r"OwnText: a.jpg answers 404.* \(while fetching sample 23"),
         ([24], r"label.* \(while fetching sample 24"),
     ):
         fetcher = Fetcher(Items([FAULTS.get(index, index) for index in range(40)]), 0, workers, pin=False)

@@ -14,7 +14,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lib import config
 from lib.core import loss
-from lib.trainer import trainer
 from lib.utils.data import fetch
 from lib.utils.data.tensors import Tensors
 from lib.utils.errors import UsageError
@@ -39,18 +38,9 @@ def weighted(args):
     return parts
 
 
-class Counting(trainer.Trainer):
-    """Writes down the labels of its training samples."""
-
-    def training_step(self, batch):
-        self.log_scalar("zeros", (batch[1] == 0).float().mean())
-        return super().training_step(batch)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
-    made = {"few": few, "rare": rare, "weighted": weighted}
-    with plugins(arch={"norm_net": norm_net}, dataset=made, trainer={"counting": Counting}):
+    with plugins(arch={"norm_net": norm_net}, dataset={"few": few, "rare": rare, "weighted": weighted}):
         yield
 
 
@@ -87,20 +77,35 @@ def test_a_sample_that_comes_again_is_drawn_under_another_seed():
     assert sorted(fetch.draw_order(part, 0, 0).tolist()) == [0, 1, 2, 5, 10]
 
 
-@pytest.mark.parametrize("flags", ["-dataset rare -balance", "-dataset weighted"])
-def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, tmp_path):
-    flags = f"{FLAGS} {flags} -model"
-    one = weights(run(tmp_path, f"{flags} one -cpu 1"))
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} three -cpu 3")))
-    run(tmp_path, f"{flags} parts -cpu 2 -limit_steps 3", wanted=75)
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} parts -cpu 3")))
-    assert not same_tensors(one, weights(run(tmp_path, f"{flags.replace('-balance', '')} usual -cpu 1 -shuffle no")))
+MIXED = f"{TOKENS} -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
 
 
-def test_balanced_classes_come_equally_often(tmp_path):
-    for flags, wanted in (("", 0.88), ("-balance", 0.25)):
-        folder = run(tmp_path, f"{FLAGS} -dataset rare -trainer counting {flags} -cpu 1 -model m{len(flags)}")
-        assert abs(lines(folder)[0]["train/zeros"] - wanted) < 0.1
+@pytest.mark.parametrize(
+    ("flags", "others"),
+    [
+        (f"{FLAGS} -dataset rare -balance", f"{FLAGS} -dataset rare"),
+        (f"{FLAGS} -dataset weighted", f"{FLAGS} -dataset few"),
+        (MIXED, MIXED.replace("b=0.7", "b=0.2")),
+    ],
+    ids=["balanced", "weighted", "mixed"],
+)
+def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, others, texts, tmp_path):
+    folder = run(tmp_path, f"{flags} -model one -cpu 1")
+    one = weights(folder)
+    assert same_tensors(one, weights(run(tmp_path, f"{flags} -model three -cpu 3")))
+    run(tmp_path, f"{flags} -model parts -cpu 2 -limit_steps 3", wanted=75)
+    assert same_tensors(one, weights(run(tmp_path, f"{flags} -model parts -cpu 3")))
+    assert not same_tensors(one, weights(run(tmp_path, f"{others} -model others -cpu 1")))
+    figures = {name for line in lines(folder) for name in line}
+    assert flags != MIXED or {"val_a/loss", "val_b/loss"} < figures
+
+
+def test_balanced_classes_come_equally_often():
+    part = rare(None)["train"]
+    sampling.add_sampler(part, parsed("-balance"))
+    labels = part.tensors[1][fetch.draw_order(part, 0, 0) % len(part)]
+    _, times = labels.unique(return_counts=True)
+    assert {*times.tolist()} == {16, 17}, "50 samples of three classes, most of which are of class 0"
 
 
 @pytest.mark.parametrize("kind", ["tensors", "subset", "several", "attribute", "masks"])
@@ -157,14 +162,6 @@ def test_places_are_mixed_by_their_shares(texts):
     order = fetch.draw_order(splits["train"], 0, 0) % 80
     assert (order < 40).sum() == 60
     assert not check_data.find_faults({"train": splits["train"]}, check_data.World())
-
-
-def test_a_mixture_gives_the_same_run_on_any_number_of_processes_and_has_figures_of_each_part(texts, tmp_path):
-    flags = f"{TOKENS} -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
-    one = run(tmp_path, f"{flags} -cpu 1 -model one")
-    run(tmp_path, f"{flags} -cpu 3 -model parts -limit_steps 3", wanted=75)
-    assert same_tensors(weights(one), weights(run(tmp_path, f"{flags} -cpu 2 -model parts")))
-    assert {"val_a/loss", "val_b/loss"} <= {*"".join((one / "metrics.jsonl").read_text()).split('"')}
 
 
 def test_parts_that_do_not_fit_together_are_refused():

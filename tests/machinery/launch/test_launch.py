@@ -98,7 +98,8 @@ def test_the_error_of_a_rank_is_shown_first_once_and_in_full(start):
 def test_a_killed_loader_process_fails_the_run(start):
     run = start("loader", "-workers", 1, fault={"do": "pause", "step": 5})
     ranks = {note["pid"] for note in run.wait_for_notes(2)}
-    loaders = [pid for pid in run.processes() - ranks - {run.pid} if not is_tracker(pid)]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in run.processes() - ranks - {run.pid}}
+    loaders = [pid for pid, command in commands.items() if "resource_tracker" not in command]  # multiprocessing's
     assert len(loaders) == 6, "of three splits, on two ranks"
     os.kill(loaders[0], signal.SIGKILL)
     run.release()
@@ -107,11 +108,6 @@ def test_a_killed_loader_process_fails_the_run(start):
     assert re.search(f"DataLoader worker .*{loaders[0]}|ConnectionResetError", run.text())
     assert run.outcome()["state"] == "failed"
     run.wait_until_gone(SOON_S)
-
-
-def is_tracker(pid: int) -> bool:
-    """Whether a process is multiprocessing's resource tracker."""
-    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def test_an_abort_that_follows_another_ranks_failure_does_not_hide_it():

@@ -68,7 +68,10 @@ def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step
     fault = {"do": "send_signal", "signal": "SIGKILL", "step": 33}  # the newest checkpoint is that of step 28
     assert start("killed", *flags, cpu=1, fault=fault).wait() == -signal.SIGKILL
     assert start("killed", *flags, cpu=1).wait() == 0
-    figures = figures_of(tmp_path / "out" / "killed")
+    figures = {}  # steps and values by name
+    for line in lines(tmp_path / "out" / "killed"):
+        for name in line.keys() - {"step", "epoch", "samples"}:
+            figures.setdefault(name, []).append((line["step"], line[name]))
     assert [step for step, _ in figures["train/loss"]] == [*range(1, 61)]
 
     command = [sys.executable, "scripts/tensorboard_server.py", str(tmp_path / "out")]
@@ -85,15 +88,6 @@ def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step
                 assert [tuple(point[1:]) for point in served] == wanted
         finally:
             server.terminate()
-
-
-def figures_of(folder) -> dict[str, list[tuple[int, float]]]:
-    """The steps and values of each figure in a run's metrics.jsonl."""
-    figures = {}
-    for line in lines(folder):
-        for tag in line.keys() - {"step", "epoch", "samples"}:
-            figures.setdefault(tag, []).append((line["step"], line[tag]))
-    return figures
 
 
 @needs.require("" if shutil.which("chromium") else "needs chromium: apt-get install chromium")

@@ -7,15 +7,14 @@ import re
 import signal
 import sqlite3
 import statistics
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import needs
 import pytest
-from processes import CLEAN, ROOT, until
-from runs import outcome, run, weights
+from processes import CLEAN, session, until
+from runs import distance, outcome, run
 
 from scripts import reading, status, sweep, sweep_results
 
@@ -30,14 +29,9 @@ def running_sweep(out, flags):
     """A sweep in a session of its own. When the block ends, the sweep and its trials are ended."""
     command = [sys.executable, "scripts/sweep.py", *flags.split(), "-out", str(out)]
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "output").open("ab") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=log, stderr=log, start_new_session=True)
-    try:
+    with session(command, out / "output", env=CLEAN) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        until(lambda: not any(map(reading.is_locked, reading.folders(out))), what="the end of the trials")
+    until(lambda: not any(map(reading.is_locked, reading.folders(out))), what="the end of the trials")
 
 
 def run_sweep(out, flags, expected_code=0) -> str:
@@ -52,11 +46,6 @@ def run_sweep(out, flags, expected_code=0) -> str:
 
 def plan_of(flags) -> sweep.Plan:
     return sweep.parse(flags.split())[0]
-
-
-def have_same_weights(one, other, names) -> bool:
-    finals = [[(out / name / "final" / "weights.safetensors").read_bytes() for name in names] for out in (one, other)]
-    return finals[0] == finals[1]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +67,7 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uni
         assert (mean, deviation) == (f"{statistics.mean(values):.4g}", f"{statistics.stdev(values):.2g}")
     assert len(rows) == 2 and float(rows[0][1]) > float(rows[1][1]), "best first"
     plain = run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain")
-    trial_weights = weights(uninterrupted / TRIALS[3])
-    assert all((trial_weights[name] == value).all() for name, value in weights(plain).items())
+    assert distance(plain, uninterrupted / TRIALS[3]) == 0
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
     pictures = [(uninterrupted / f"sweep{name}.png").read_bytes() for name in ("", "_curves")]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
@@ -105,7 +93,7 @@ def test_a_sweep_that_was_stopped_and_then_killed_resumes_with_the_same_bits(uni
         with running_sweep(tmp_path, f"{LONG} {GRID} -jobs 2") as again:  # the killed one's trials may still save
             written = {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
             assert again.wait(240) == 0, output.read_text()
-    assert 0 < len(done) < 4 and have_same_weights(uninterrupted, tmp_path, TRIALS)
+    assert 0 < len(done) < 4 and all(distance(uninterrupted / name, tmp_path / name) == 0 for name in TRIALS)
     assert written == {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
     assert reading.resumes(tmp_path / TRIALS[0])
 
@@ -228,7 +216,7 @@ def test_optuna_suggests_the_same_trials_after_a_kill(tmp_path):
     run_sweep(killed, CHOSEN)
     names = [folder.name for folder in reading.folders(uninterrupted_folder)]
     assert names == [folder.name for folder in reading.folders(killed)] and len(names) == 4
-    assert have_same_weights(uninterrupted_folder, killed, names)
+    assert all(distance(uninterrupted_folder / name, killed / name) == 0 for name in names)
     trials = study_trials(uninterrupted_folder)
     assert trials == study_trials(killed) and {state for _, state, _ in trials} == {"COMPLETE"}
     best = [status.row(uninterrupted_folder / name)["best"] for name in names]

@@ -10,23 +10,16 @@ from torch import nn
 from lib.utils.data.plan import Plan, order
 
 
-def buffers_after(model, batch):
-    """The buffers of a plain BatchNorm after this batch."""
-    plain = copy.deepcopy(model).train()
-    plain(batch)
-    return dict(plain.named_buffers())
-
-
 def mean_buffers(model, parts):
-    """The mean, weighted by samples, of the buffers after each micro-batch; integers of one."""
-    total = sum(len(part) for part in parts)
-    made = [buffers_after(model, part) for part in parts]
-    return {
-        name: sum(one[name] * (len(part) / total) for one, part in zip(made, parts, strict=True))
-        if first.is_floating_point()
-        else first
-        for name, first in made[0].items()
-    }
+    """The mean, weighted by samples, of a plain BatchNorm's buffers after each micro-batch; integers of one."""
+    total, means = sum(len(part) for part in parts), {}
+    for part in parts:
+        plain = copy.deepcopy(model).train()
+        plain(part)
+        for name, value in plain.named_buffers():
+            share = value * (len(part) / total)
+            means[name] = means.get(name, 0) + share if value.is_floating_point() else value
+    return means
 
 
 @pytest.mark.parametrize(("batch", "micro", "cpu"), [(8, 8, 1), (11, 4, 1), (11, 4, 2)])

@@ -80,12 +80,6 @@ def test_ignored_targets_weigh_nothing_for_any_micro_batch_engine_and_number_of_
         assert case == "tokens" or last["val/accuracy"] == pytest.approx(right)
 
 
-class Collated(TensorDataset):
-    def __init__(self, collate):
-        super().__init__(LEARNABLE, LEARNABLE.argmax(1))
-        self.collate_fn = collate
-
-
 def drops(samples):
     """Leaves out the samples of one class."""
     return default_collate([one for one in samples if one[1] != 3] or samples[:1])
@@ -105,18 +99,13 @@ def joins(samples):
 
 @pytest.mark.parametrize("collate", [drops, joins, empties])
 def test_a_collate_fn_that_drops_or_joins_samples_leaves_a_perfect_model_perfect(collate, tmp_path):
-    loss, perfect = ("-loss mse -lr_start 1e-9 -lr_end 0", 0.0) if collate is empties else ("", 1.0)
-
-    class Perfect(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(9.0))
-
-        def forward(self, inputs):
-            return inputs * self.scale
-
-    made = {"train": Collated(collate), "val": Collated(collate)}
-    with plugins(arch={"perfect": lambda args: Perfect()}, dataset={"collated": lambda args: made}):
+    loss, wanted = ("-loss mse -lr_start 1e-9 -lr_end 0", 0.0) if collate is empties else ("", 1.0)
+    perfect = nn.Linear(4, 4, bias=False)
+    perfect.weight = nn.Parameter(9.0 * torch.eye(4))
+    part = TensorDataset(LEARNABLE, LEARNABLE.argmax(1))
+    part.collate_fn = collate
+    made = {"train": part, "val": part}
+    with plugins(arch={"perfect": lambda args: perfect}, dataset={"collated": lambda args: made}):
         flags = f"{FLAGS} -train_metrics -cpu 2 -micro_batch 4 -model x {loss}"
         folder = run(tmp_path, f"-dataset collated -arch perfect {flags}")
-    assert outcome(folder)["best"]["value"] == pytest.approx(perfect, abs=1e-9)
+    assert outcome(folder)["best"]["value"] == pytest.approx(wanted, abs=1e-9)

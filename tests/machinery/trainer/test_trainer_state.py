@@ -20,33 +20,57 @@ EMA = f"{SLOW} -trainer ema -ema_decay 0.5"
 
 
 class WithCritic(trainer.Trainer):
-    """Has a critic with an optimizer that starts late, buffers that each step replaces, and a reference to a part of
-    the model."""
+    """Has a critic with an optimizer that starts late, modules and optimizers in a list and a dict, a scheduler,
+    buffers that each step replaces, an object with a state of its own, and references to parts of the model."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
         self.critic = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
         nn.init.constant_(self.critic[2].bias, self.world.rank)  # all take rank 0's
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=1e-3)
+        self.heads = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.other_optimizers = {str(n): torch.optim.Adam(head.parameters()) for n, head in enumerate(self.heads)}
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.other_optimizers["0"], [4, 8])
+        self.own = Own()
         self.notes = nn.Module()
         self.notes.register_buffer("center", torch.zeros(4))
         self.notes.register_buffer("now", torch.tensor(0))
         self.head = self.model[-1]
-        self.same_optimizer = self.optimizer
+        self.same_optimizer, self.saved_elsewhere = self.optimizer, [*self.model.children(), self.optimizer]
 
     def training_step(self, batch):
         self.notes.now.fill_(self.state.step)  # while a save in the background may still read it
         outputs = self.model(batch[0])
-        return self.loss(outputs, batch[1]) + self.critic(outputs.detach() - self.notes.center).square().mean()
+        loss = self.loss(self.heads[0](outputs) + self.heads[1](outputs) * self.own.scale, batch[1])
+        return loss + self.critic(outputs.detach() - self.notes.center).square().mean()
 
     def due_optimizers(self):
-        return self.all_optimizers if self.state.step else [self.optimizer]
+        return [one for one in self.all_optimizers if self.state.step or one is not self.critic_optimizer]
 
     def optimizer_step(self):
         norm = super().optimizer_step()
         self.critic_optimizer.zero_grad()
+        self.scheduler.step()
+        self.own.count(self.state.step)
         self.notes.center = self.notes.center + self.head.bias.detach()
         return norm
+
+
+class Own:
+    """Keeps tensors, numbers and lists, by the field's protocol."""
+
+    def __init__(self):
+        self.scale, self.steps, self.odd = torch.ones(1, 1), [], {3: (1.5, None), "x": True}
+
+    def count(self, step):
+        self.scale, self.steps = self.scale * 1.01, [*self.steps, step]
+
+    def state_dict(self):
+        return {"scale": self.scale, "steps": self.steps, "odd": self.odd}
+
+    def load_state_dict(self, state):
+        assert state["odd"] == self.odd
+        vars(self).update(state)
 
 
 def saved(folder, name=None):
@@ -76,7 +100,7 @@ def all_saved(folder):
     return {f"{step} {tensor}": value for step, one in found.items() for tensor, value in one.items()}
 
 
-def test_a_second_model_and_optimizer_resume_exactly(tmp_path, request):
+def test_whatever_has_a_state_resumes_exactly(tmp_path, request):
     flags = f"{SLOW} -trainer pair -save_every 1steps -keep_last 99 -model"
     with plugins(trainer={"pair": WithCritic}):
         whole = run(tmp_path, f"{flags} whole -cpu 3")
@@ -86,11 +110,13 @@ def test_a_second_model_and_optimizer_resume_exactly(tmp_path, request):
     truth = saved(whole)
     assert same_tensors(all_saved(part), all_saved(whole)) and len(names(whole)) == 12
     assert bits(whole) == bits(single)
-    own = {name for name in truth if not name.startswith(("model.", "optim."))}
-    critic = {f"trainer.critic.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
-    fields = ("step", "exp_avg", "exp_avg_sq")
-    memory = {f"trainer.critic_optimizer.{name}.{field}" for name in critic for field in fields}
-    assert own == critic | memory | {"trainer.notes.center", "trainer.notes.now"}, "nothing is saved twice"
+    one, other = (
+        state.read_manifest(folder / "checkpoints" / names(folder)[0])["states"] for folder in (whole, part)
+    )
+    assert one == other and {"trainer.scheduler", "trainer.own", "trainer.other_optimizers.1", "optim"} < one.keys()
+    own = [name.split(".")[1] for name in truth if not name.startswith(("model.", "optim."))]
+    assert {*own} == {"critic", "critic_optimizer", "heads", "other_optimizers", "notes", "own"}
+    assert len(own) == 8 + 8 * 3 + 3, "nothing is saved twice: parameters, three values of Adam for each, and others"
     assert truth["trainer.notes.center"].abs().sum() > 0
     assert truth["trainer.critic_optimizer.trainer.critic.0.bias.step"] == 11
 
@@ -107,56 +133,6 @@ def test_an_ema_decay_outside_0_to_1_is_refused():
     for decay in ("-0.1", "1", "x"):
         line = refusal(f"-trainer ema -ema_decay={decay}")
         assert f"-ema_decay: {decay!r} is not a number from 0 to below 1" in line
-
-
-class InLists(trainer.Trainer):
-    """Has modules and optimizers in a list and a dict, a scheduler, and an object with a state of its own."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.heads = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        adams = [torch.optim.Adam(head.parameters()) for head in self.heads]
-        self.other_optimizers = {str(number): one for number, one in enumerate(adams)}
-        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.other_optimizers["0"], [4, 8])
-        self.own, self.saved_elsewhere = Own(), [*self.model.children(), self.optimizer]
-
-    def training_step(self, batch):
-        outputs = self.model(batch[0])
-        return self.loss(self.heads[0](outputs) + self.heads[1](outputs) * self.own.scale, batch[1])
-
-    def optimizer_step(self):
-        norm = super().optimizer_step()
-        self.scheduler.step()
-        self.own.count(self.state.step)
-        return norm
-
-
-class Own:
-    """Keeps tensors, numbers and lists, by the field's protocol."""
-
-    def __init__(self):
-        self.scale, self.steps, self.odd = torch.ones(1, 1), [], {3: (1.5, None), "x": True}
-
-    def count(self, step):
-        self.scale, self.steps = self.scale * 1.01, [*self.steps, step]
-
-    def state_dict(self):
-        return {"scale": self.scale, "steps": self.steps, "odd": self.odd}
-
-    def load_state_dict(self, state):
-        assert state["odd"] == self.odd
-        vars(self).update(state)
-
-
-def test_whatever_has_a_state_resumes_exactly(tmp_path):
-    flags = f"{SLOW} -trainer lists -cpu 2 -model"
-    with plugins(trainer={"lists": InLists}):
-        whole = run(tmp_path, f"{flags} whole")
-        part = run_with_stops(tmp_path, f"{flags} part", 5, 7)
-    newest = [folder / "checkpoints" / names(folder)[0] for folder in (whole, part)]
-    one, other = (state.read_manifest(folder)["states"] for folder in newest)
-    assert one == other and same_tensors(saved(whole), saved(part)) and bits(whole) == bits(part)
-    assert {"trainer.scheduler", "trainer.own", "trainer.other_optimizers.1", "optim"} < one.keys()
 
 
 @pytest.fixture(scope="module")
