@@ -7,26 +7,31 @@ from types import ModuleType
 from typing import Any
 
 from lib.config import Args
+from lib.config.types import DECIMAL
 from lib.utils.errors import UsageError
 
-SHARE = re.compile(
-    r"((?:\{[^}]*\}|[^,{}])+)=(\d+\.?\d*|\.\d+)(?:,|$)"
-)  # a place, which may have {a,b}, and its share
+PLACES = re.compile(r"(?:\{[^}]*\}|[^,{}])+")  # what stands between commas, but those in {a,b}
 
 
-class Mixed:
-    """A module of lib/dataset that reads each of the places in `data`. What else it has is as in `module`."""
+class MixedDataset:
+    """What plugins of lib/dataset are: `describe` and `get_dataset`, for each of the places in `data`."""
 
     def __init__(self, module: ModuleType, data: str):
-        self.module, self.shares = module, {place: float(share) for place, share in SHARE.findall(data)}
-        self.names = {place: re.sub(r"\W", "_", place.rstrip("/").rpartition("/")[2]) for place in self.shares}
-        if len({*self.names.values()}) < len(SHARE.findall(data)) or not any(self.shares.values()):
-            raise UsageError(
-                f"-data {data}: give each place a name of its own, behind its last /, and a share above 0"
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+        self.module, self.shares, self.names = module, {}, {}
+        for part in PLACES.findall(data):
+            place, _, share = (one.strip() for one in part.rpartition("="))
+            name = re.sub(r"\W", "_", place.rstrip("/").rpartition("/")[2])
+            if not (place and re.fullmatch(DECIMAL, share) and float(share) >= 0):
+                raise UsageError(
+                    f"-data {data}: {part.strip()!r} is no PLACE=SHARE, with a number from 0 as its share"
+                )
+            if name in self.names.values():
+                raise UsageError(
+                    f"-data {data}: two places have the name {name}: they need others, behind the last /"
+                )
+            self.shares[place], self.names[place] = float(share), name
+        if not any(self.shares.values()):
+            raise UsageError(f"-data {data}: one share must be above 0")
 
     def describe(self, args: Args) -> dict[str, Any]:
         """Return the defaults that follow from the data. Raises UsageError if they differ from place to place."""
@@ -38,10 +43,15 @@ class Mixed:
         return found[first]
 
     def get_dataset(self, args: Args) -> dict[str, Any]:
-        """Return a mixture for train; val_NAME for each place that has val; all of test, if each has it."""
+        """Return a mixture for train, val_NAME for each place that has val, and what the places have for test.
+
+        Raises UsageError under -skip_bad_files, which would leave out what is drawn.
+        """
         from lib.utils.data.loader import splits
         from scripts.sampling import Mixture
 
+        if args.skip_bad_files:
+            raise UsageError("-skip_bad_files: not in a mixture; -check_data lists the files to remove")
         parts = {}
         for place, name in self.names.items():
             parts[name] = splits(self.module.get_dataset(of_place(args, place)), args.dataset)
@@ -49,8 +59,8 @@ class Mixed:
         mixed: dict[str, Any] = {"train": Mixture({name: part["train"] for name, part in parts.items()}, shares)}
         for name, part in parts.items():
             mixed |= {f"val_{name}{split[3:]}": one for split, one in part.items() if split.startswith("val")}
-        if all("test" in part for part in parts.values()):
-            mixed["test"] = Mixture({name: part["test"] for name, part in parts.items()}, shares)
+        if tests := {name: part["test"] for name, part in parts.items() if "test" in part}:
+            mixed["test"] = Mixture(tests, dict.fromkeys(tests, 1.0))
         return mixed
 
 

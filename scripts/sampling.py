@@ -3,7 +3,7 @@
 import bisect
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,15 +63,18 @@ class Mixture(ConcatDataset):
     """
 
     def __init__(self, parts: Mapping[str, Any], shares: Mapping[str, float], samples: int | None = None):
-        if parts.keys() != shares.keys():
-            raise UsageError(f"a mixture of {', '.join(parts)} has shares for {', '.join(shares)}")
+        if not isinstance(parts, Mapping) or [*parts] != [*shares]:
+            raise UsageError(
+                f"a mixture of {', '.join(map(str, parts))} has shares for {', '.join(map(str, shares))}"
+            )
         super().__init__(parts.values())
+        self.names = [*parts]
         for name in SAME:
             values = [option(part, name) for part in parts.values()]
-            if odd := [part for part, value in zip(parts, values, strict=True) if value != values[0]]:
-                raise UsageError(
-                    f"the data sets of a mixture differ in their {name}: {next(iter(parts))} and {odd[0]}"
-                )
+            same = [[*map(str, value)] if isinstance(value, Sequence) else value for value in values]
+            if odd := [part for part, value in zip(parts, same, strict=True) if value != same[0]]:
+                hint = "" if name == "classes" else ": let it be one function, outside of classes and functions"
+                raise UsageError(f"{next(iter(parts))} and {odd[0]} of a mixture differ in their {name}{hint}")
             if values[0] is not None:
                 setattr(self, name, values[0])
         if odd := [name for name, part in parts.items() if option(part, "sampler") is not None]:
@@ -106,23 +109,28 @@ class Mixture(ConcatDataset):
         """Return what a sample's part calls it, for lists of bad files."""
         number = bisect.bisect_right(self.cumulative_sizes, index)
         part: Any = self.datasets[number]
-        return part.sample_name(index - self.cumulative_sizes[number] + len(part))
+        return f"{self.names[number]}: {part.sample_name(index - self.cumulative_sizes[number] + len(part))}"
 
 
 def add_sampler(dataset: Any, args: Namespace) -> None:
     """Let the training samples be drawn by their classes, under -balance, or by their `weights`."""
-    if not args.balance:
-        weights, groups = weights_of(dataset), None
-    elif not args.shuffle or option(dataset, "sampler") is not None or option(dataset, "weights") is not None:
-        raise UsageError(
-            "-balance draws the samples: not with -shuffle no, nor with a sampler or weights of their own"
-        )
-    else:
+    weights, groups, has_sampler = weights_of(dataset), None, option(dataset, "sampler") is not None
+    if args.balance and (not args.shuffle or has_sampler or weights is not None):
+        hint = "not with -shuffle no, nor with a sampler or weights of their own"
+        raise UsageError(f"-balance draws the samples: {hint}")
+    if args.balance:
         groups = class_numbers(dataset, "-balance")
         if groups.shape != (len(dataset),):
             raise UsageError(f"-balance needs one class for each sample: the labels are {tuple(groups.shape)}")
-        weights = 1 / torch.bincount(groups)[groups]
-    dataset.sampler = SystematicSampler(weights, len(dataset), groups)
+        counted = groups != args.ignore_index
+        groups = groups.where(counted, 0)
+        if (groups < 0).any():
+            raise UsageError(f"-balance: the training samples have the class {groups.min()}")
+        weights = counted / torch.bincount(groups, counted.double()).clamp_min(1)[groups]
+    if weights is not None and has_sampler:
+        raise UsageError("the training samples have weights and a sampler: one of them must go")
+    if weights is not None:
+        dataset.sampler = SystematicSampler(weights, len(dataset), groups)
 
 
 def balance_loss(loss: nn.Module, dataset: Any, args: Namespace) -> None:
@@ -131,8 +139,15 @@ def balance_loss(loss: nn.Module, dataset: Any, args: Namespace) -> None:
     Raises UsageError if the training samples do not list their targets, if a class has none, or if the loss has no
     `weight`.
     """
-    labels, count = class_numbers(dataset, "-class_weights balanced", ignored=args.ignore_index), args.num_classes
-    found = torch.bincount(labels.flatten(), minlength=count)
+    if args.balance or option(dataset, "sampler") is not None:
+        raise UsageError("-class_weights balanced counts samples as they are listed: not if a sampler draws them")
+    labels, count = class_numbers(dataset, "-class_weights balanced"), args.num_classes
+    if labels.ndim == 2 and labels.shape[1] == count and labels.max() < 2:
+        raise UsageError(f"-class_weights balanced needs class numbers: {tuple(labels.shape)} labels are one-hot")
+    labels = labels[labels != args.ignore_index]
+    if (labels < 0).any():
+        raise UsageError(f"-class_weights balanced: the training samples have the class {labels.min()}")
+    found = torch.bincount(labels, minlength=count)
     if (found == 0).any() or len(found) > count:
         text = f"of {count} classes (-num_classes) there are {found.tolist()!s:.80} targets"
         raise UsageError(f"-class_weights balanced: {text}: each needs one")
@@ -141,17 +156,16 @@ def balance_loss(loss: nn.Module, dataset: Any, args: Namespace) -> None:
     loss.weight = found.sum() / (count * found)
 
 
-def class_numbers(dataset: Any, flag: str, ignored: int | None = None) -> Tensor:
-    """Return the targets of the training samples, int64, but ignored ones. Raises UsageError if they are unknown."""
+def class_numbers(dataset: Any, flag: str) -> Tensor:
+    """Return the targets of the training samples, int64, also ignored ones. Raises UsageError if they are unknown."""
     labels = of_samples(dataset, ("labels", "targets"))
     if labels is None or labels.is_floating_point() or not labels.numel():
         found = "has none" if labels is None else f"has {labels.dtype} {tuple(labels.shape)}"
         wanted = "the training samples must list their classes, as dataset.labels or dataset.targets"
         raise UsageError(f"{flag}: {wanted}, and {type(dataset).__name__} {found}")
-    labels = labels.long() if ignored is None else labels.long()[labels.long() != ignored]
-    if (labels < 0).any():
-        raise UsageError(f"{flag}: the training samples have the class {labels.min()}")
-    return labels
+    if option(dataset, "target_transform") is not None:
+        raise UsageError(f"{flag}: the training samples list their classes as they are before their target_transform")
+    return labels.long()
 
 
 def weights_of(dataset: Any) -> Tensor | None:
@@ -170,7 +184,12 @@ def of_samples(dataset: Any, names: tuple[str, ...]) -> Tensor | None:
     if isinstance(dataset, ConcatDataset) and not vars(dataset).keys() & {*names}:
         parts = [of_samples(part, names) for part in dataset.datasets]
         return None if any(part is None for part in parts) else torch.cat(parts)
-    if isinstance(dataset, TensorDataset) and "labels" in names:
-        return dataset.tensors[-1]
     values = next((getattr(dataset, name) for name in names if hasattr(dataset, name)), None)
-    return None if values is None else torch.as_tensor(np.asarray(values))
+    if values is None and isinstance(dataset, TensorDataset) and "labels" in names:
+        values = dataset.tensors[-1]
+    if values is None or callable(values) or isinstance(values, str | Mapping):  # something else of that name
+        return None
+    try:
+        return torch.as_tensor(np.array(values))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{type(dataset).__name__}.{names[0]}: no numbers of samples ({error})") from None

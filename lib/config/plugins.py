@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import importlib.util
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from typing import Any
 from lib.utils.errors import UsageError, load_optional, no_exit, suggest
 
 ROOT = Path(__file__).resolve().parents[2]
-MIXTURE = r".+=[0-9.]+"  # of -data A=0.3,B=0.7
+MIXTURE = r".+=[^/,{}]+,.+|.+,.+=[^/,{}]+"  # as A=0.3,B=0.7
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are read
 
 
@@ -53,7 +54,7 @@ def mixed(module: ModuleType, data: str) -> Any:
     """Return a module of lib/dataset; for -data A=0.3,B=0.7 one that mixes what it has in A and in B."""
     if not re.fullmatch(MIXTURE, data) or Path(data).exists():
         return module
-    return load_optional("scripts.mixture", "-data A=0.3,B=0.7").Mixed(module, data)
+    return load_optional("scripts.mixture", "-data A=0.3,B=0.7").MixedDataset(module, data)
 
 
 def load_flags(kind: str, name: str) -> ModuleType:
@@ -67,6 +68,8 @@ def load_flags(kind: str, name: str) -> ModuleType:
         assert spec and spec.origin
         module, tree = importlib.util.module_from_spec(spec), ast.parse(Path(spec.origin).read_bytes())
         tree.body = needed_statements(tree.body)
+        if "torch" in sys.modules:  # `describe` may compute, as an import in `load`
+            sys.modules["torch"].set_num_threads(1)
         exec(compile(tree, spec.origin, "exec"), vars(module))
         return module
     return load(kind, name)  # whose message says what is wrong

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from lib.core.buffers import is_statistic
 from lib.core.optimizer import parameters_of
@@ -133,7 +132,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
     They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
-    variables of these classes and of the files that they are in; numbers and texts in datasets.
+    variables of these classes and of the files that they are in.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
@@ -142,10 +141,6 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     own -= getattr(trainer, "state_dict", dict)().keys()
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
-    for split, loader in trainer.loaders.items():
-        inner = loader.dataset.dataset if isinstance(loader.dataset, Subset) else loader.dataset
-        attributes = getattr(inner, "__dict__", {}).items()
-        named |= {f"{split}.{key}": value for key, value in attributes if isinstance(value, int | float | str)}
     for part, root in parts.modules.items():
         named |= {f"{part}.{key}": value for key, value in root._buffers.items()}  # of a DDP, which no checkpoint has
         for name, module in unwrap(root).named_modules(prefix=part):
@@ -163,7 +158,7 @@ def variables(objects: list[Any]) -> dict[str, Any]:
     """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
     places: dict[str, Any] = {}
     for kind in {kind for one in objects for kind in type(one).__mro__}:
-        file = sys.modules[kind.__module__]
+        file = sys.modules.get(kind.__module__, kind)  # a loader of the user's may not note it there
         installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")
         if not installed and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
             places |= {kind.__module__: file, f"{kind.__module__}.{kind.__qualname__}": kind}
@@ -203,7 +198,7 @@ class Mark(pickle.Pickler):
             is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided
             if is_other or value.untyped_storage().data_ptr() in self.storages:
                 return ""
-        self.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else sys.getsizeof(value)
+        self.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else max(256, sys.getsizeof(value))
         if self.left < 0:
             raise OverflowError("too large")
         if isinstance(value, FunctionType):  # with what it keeps

@@ -24,7 +24,6 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # o
 CHECKED = 1 << 22  # tokens of a split that are looked at before training; each batch is checked, too
 HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\x80\x04\x95")  # .npy, zip, pickle
 LLM_C, LLM_C_BYTES = {20240520: "uint16", 20240801: "uint32"}, 1024  # first numbers of llm.c's headers; their size
-SPLIT = re.compile(r"(?<![a-zA-Z])(train|val|test)(?:ing|id|idation)?(?![a-zA-Z])")  # in the name of a token file
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
 
@@ -139,10 +138,11 @@ def find_files(data: str) -> dict[str, list[Path]]:
 
     They are DATA/train.bin, or else those with the word train (training) in their names, or else those in DATA/train.
     """
+    word = r"(?<![a-zA-Z])(train|val|test)(?:ing|id|idation)?(?![a-zA-Z])"
     loose = sorted(file for file in Path(data).glob("*.bin") if not is_debris(file.name))
     found = {}
     for split in ("train", "val", "test"):
-        named = [file for file in loose if {*SPLIT.findall(file.stem)} == {split}]
+        named = [file for file in loose if {*re.findall(word, file.stem)} == {split}]
         inner = sorted(file for file in Path(data, split).glob("*.bin") if not is_debris(file.name))
         found[split] = [file for file in named if file.stem == split] or named or inner
     return {split: some for split, some in found.items() if some} if found["train"] else {}

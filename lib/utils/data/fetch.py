@@ -10,9 +10,7 @@ import reprlib
 import shutil
 import signal
 import sys
-import tarfile
 import traceback
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -27,7 +25,6 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
-FILES = io.IOBase, zipfile.ZipFile, tarfile.TarFile  # which have a position
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -93,11 +90,9 @@ class Fetcher:
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
         self.fetch, self.loader = Fetch(dataset, seed, collate_fn), None
-        inner = dataset.dataset if isinstance(dataset, Subset) else dataset
-        for name, value in getattr(inner, "__dict__", {}).items() if workers > 1 else ():
-            if isinstance(value, FILES):
-                fault = f"{type(inner).__name__}.{name} is an open file, whose place {workers} loader processes share"
-                raise UsageError(f"{fault}: open it at first use, in __getitem__")
+        if workers > 1 and (shared := open_files(dataset)):
+            fault = f"{shared[0]} is an open file, whose place {workers} loader processes share"
+            raise UsageError(f"{fault}: open it at first use, in __getitem__")
         if workers:
             self.loader = DataLoader(
                 self.fetch,
@@ -189,6 +184,20 @@ class Fetch(Dataset):
             items.append(self.dataset[row])
         self.current = rows
         return items
+
+
+def open_files(dataset: Any) -> list[str]:
+    """Return the names of files that a dataset, or one in it, has opened to read from, as CLASS.NAME."""
+    found = []
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        file = getattr(value, "fp", getattr(value, "fileobj", value))  # of archives of zipfile and tarfile
+        is_file = isinstance(file, io.IOBase) and not isinstance(file, io.BytesIO | io.StringIO)
+        if is_file and not file.closed and file.readable():
+            found.append(f"{type(dataset).__name__}.{name}")
+    inner = (
+        [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    )  # of a ConcatDataset
+    return found + [name for one in inner for name in open_files(one)]
 
 
 def end_without_parent(parent: int, number: int) -> None:

@@ -13,7 +13,7 @@ from lib.config import plugins
 NUMBERS = {name: action for name, action in shared().items() if action.metavar in ("N", "X")}
 NO_NUMBERS = ["", " 1", "1 2", "\u0661", *"nan inf -inf 1e400 1_0 x 1,5 0x10 -1 --1".split()]
 ZERO_FITS = """ignore_index workers val_workers seed lr_end lr_warmup weight_decay momentum clip_grad label_smoothing
-    keep_every""".split()
+    keep_every keep_hours restarts""".split()
 NO_PLUGINS = "nope ../x /abs/olute lib/arch/mlp lib.arch.mlp mlp.py .. os __init__ MLP import -x".split()
 NO_PLUGINS += ["mlp\n", "mlp\0", "ä", "x" * 300]
 NO_RUNS = "../../x /absolute a/b a\\b .. .hidden é a:b ~ $HOME * -x \u202e".split()

@@ -8,6 +8,7 @@ import torch
 from command_line import parsed
 from hypothesis import given
 from hypothesis import strategies as st
+from items import Items
 from runs import few, lines, norm_net, plugins, run, same_tensors, weights
 from saves import SMALL
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
@@ -15,7 +16,10 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from lib import config
 from lib.core import loss
 from lib.utils.data import fetch
+from lib.utils.data.loader import Loader
+from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from scripts import check_data, sampling
 
@@ -72,9 +76,25 @@ def test_what_is_drawn_has_no_pattern():
 
 
 def test_a_sample_that_comes_again_is_drawn_under_another_seed():
-    part = Tensors(torch.arange(5.0))
-    part.sampler = sampling.SystematicSampler(torch.tensor([3.0, 1, 1, 0, 0]), 5)
-    assert sorted(fetch.draw_order(part, 0, 0).tolist()) == [0, 1, 2, 5, 10]
+    """Also on the device, by draws of its own."""
+    part = Items(
+        [lambda: torch.rand(()), *range(4)], on_device=lambda batch, draws: torch.stack([batch, draws[:, 0]])
+    )
+    part.sampler = sampling.SystematicSampler(torch.tensor([3.0, 0, 0, 0, 0]), 3)
+    assert sorted(fetch.draw_order(part, 0, 0).tolist()) == [0, 5, 10]
+    [(_, found)] = Loader(part, Plan(3, 3, 3), World(), seed=0, shuffle=True, workers=0).epoch(0)
+    assert [len({*row.tolist()}) for row in found] == [3, 3]
+
+
+def test_a_mixture_passes_on_epochs_prefetching_names_and_fingerprints():
+    seen = []
+    one, other = (Items([*range(count)], fingerprint=f"{count}", sample_name=str) for count in (2, 3))
+    one.set_epoch = other.prefetch_samples = seen.append
+    both = sampling.Mixture({"one": one, "other": other}, {"one": 1, "other": 1})
+    both.set_epoch(4)
+    fetch.prefetch(both, [3, 0, 4])
+    assert seen == [4, [1, 2]]
+    assert both.fingerprint == "2 3" and [both.sample_name(index) for index in (1, 2)] == ["one: 1", "other: 0"]
 
 
 MIXED = f"{TOKENS} -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
@@ -131,8 +151,13 @@ REFUSED = {
     f"{TOKENS} -balance": "must list their classes, as dataset.labels or dataset.targets, and Windows has none",
     "-dataset rare -class_weights balanced -num_classes 5": "(-num_classes) there are [",
     "-dataset rare -class_weights balance": "'balance' is not balanced or a list of numbers",
-    f"{TOKENS} -data a=0.5,b/a=0.5": "give each place a name of its own",
-    f"{TOKENS} -data a=0,b=0": "and a share above 0",
+    "-dataset rare -balance -class_weights balanced": "counts samples as they are listed",
+    f"{TOKENS} -data a=0.5,b/a=0.5": "two places have the name a",
+    f"{TOKENS} -data a=0,b=0": "one share must be above 0",
+    f"{TOKENS} -data a,b=0.7": "'a' is no PLACE=SHARE",
+    f"{TOKENS} -data a=-1,b=0.7": "'a=-1' is no PLACE=SHARE",
+    f"{TOKENS} -data a=0.3.1,b=0.7": "'a=0.3.1' is no PLACE=SHARE",
+    f"{TOKENS} -data a=0.5,b=0.5 -skip_bad_files": "-skip_bad_files: not in a mixture",
     f"{TOKENS} -data a=0.5,none=0.5": "neither train.bin nor a text there",
     f"{TOKENS} -data a=0.5,words=0.5": "do not mix: {'num_classes': 256} and {'num_classes': 300} describe them",
 }
@@ -156,7 +181,7 @@ def test_what_cannot_be_drawn_is_one_line(flags, message, texts, error_of):
 
 
 def test_places_are_mixed_by_their_shares(texts):
-    args = config.parse_args(f"{TOKENS} -data a=3,b=1".split())
+    args = config.parse_args([*TOKENS.split(), "-data", "a=3e0, b=1"])
     splits = config.plugins.mixed(config.plugins.load("dataset", "tokens"), args.data).get_dataset(args)
     assert {*splits} == {"train", "val_a", "val_b", "test"} and len(splits["train"]) == 80
     order = fetch.draw_order(splits["train"], 0, 0) % 80
@@ -181,3 +206,23 @@ def test_weights_that_are_none_are_refused(numbers):
     part.weights = numbers
     with pytest.raises(UsageError, match="weights of"):
         sampling.add_sampler(part, parsed("-shuffle"))
+
+
+def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the_names_are_left_alone():
+    for labels, flag in (
+        (["a", "b"], "-balance"),
+        ([[0, 1], [1, 0]], "-class_weights balanced"),
+        ([-1, 0], "-balance"),
+    ):
+        with pytest.raises(UsageError):
+            part, args = Items([1, 2], labels=labels), parsed(f"-num_classes 2 {flag}")
+            sampling.add_sampler(part, args)
+            sampling.balance_loss(loss.get_loss(args), part, args)
+    part = Items([1, 2], labels=[-100, 1])
+    sampling.add_sampler(part, parsed("-balance"))
+    assert drawn(part.sampler).tolist() == [1, 1]
+    for weights_of_a_model in ("imagenet", {}, len):
+        sampling.add_sampler(part := Items([1, 2], weights=weights_of_a_model), parsed(""))
+        assert not hasattr(part, "sampler")
+    with pytest.raises(UsageError, match="one of them must go"):
+        sampling.add_sampler(Items([1, 2], weights=[1, 2], sampler=[0, 1]), parsed(""))

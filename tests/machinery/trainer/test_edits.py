@@ -8,7 +8,7 @@ import typing
 import numpy as np
 import pytest
 import torch
-from runs import distance, few, lines, outcome, plugins, run, same_tensors, weights
+from runs import distance, lines, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
@@ -344,7 +344,7 @@ COUNTED = 0
 
 
 class Everywhere(trainer.Trainer):
-    """Counts in a variable of its file, in its class, and in its dataset."""
+    """Counts in a variable of its file and in its class."""
 
     calls: typing.ClassVar = {"steps": 0}
 
@@ -352,14 +352,14 @@ class Everywhere(trainer.Trainer):
         global COUNTED
         COUNTED += 1
         self.calls["steps"] += 1
-        self.loaders["train"].dataset.level += 1
         return super().optimizer_step()
 
 
-def leveled(args):
-    parts = few(args)
-    parts["train"].level = 0
-    return parts
+def test_a_model_whose_file_is_no_module_is_trained(tmp_path):
+    """As torch.hub.load and importlib's recipe make one."""
+    kind = type("Hub", (nn.Sequential,), {"__module__": "hubconf.py"})
+    with plugins(arch={"hub": lambda args: kind(*plain_net())}):
+        run(tmp_path, f"{FLAGS} -arch hub -cpu 1")
 
 
 def changes(text):
@@ -450,16 +450,12 @@ KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
     ("edit", "more", "changed"),
     [
         (Keeps, "-cpu 2", KEPT),
-        (
-            Everywhere,
-            "-cpu 2 -dataset leveled",
-            [f"{__name__}.COUNTED", f"{__name__}.Everywhere.calls", "train.level"],
-        ),
+        (Everywhere, "-cpu 2", [f"{__name__}.COUNTED", f"{__name__}.Everywhere.calls"]),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
 )
 def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, tmp_path):
-    with plugins(trainer={"edit": edit}, dataset={"leveled": leveled}):
+    with plugins(trainer={"edit": edit}):
         said = log_of(run(tmp_path, f"{FLAGS} -trainer edit {more}"))
     assert changes(said) == changed
 
