@@ -27,6 +27,7 @@ try:
 
     from lib import config
     from lib.config import plugins
+    from lib.core import loss
     from lib.launch import environment, local
     from lib.utils import distributed, runtime
     from lib.utils.checkpoint import manager, resume, run_folder, state, weights
@@ -180,6 +181,9 @@ def data(args) -> Findings:
         if args.balance or (args.shuffle and fetch.option(splits["train"], "weights") is not None):
             load_optional("scripts.sampling", "-balance").add_sampler(splits["train"], args)
         facts = fingerprint.describe(splits, args, World())
+        if args.class_weights == "balanced":
+            sampling = load_optional("scripts.sampling", "-class_weights balanced")
+            sampling.balance_loss(loss.get_loss(args), splits["train"], args)
     plan = resume.plan(args, facts, World(size=count, local_size=count), before)
     runtime.choose_threads(args, World(local_size=count), before.get("threads"))
     if "classes" in facts:
@@ -203,13 +207,14 @@ def room(args) -> Findings:
     except OSError as error:
         yield BAD, f"-out {args.out}: {existing} cannot be written ({error.strerror}): take another folder"
         return
-    free, wanted = shutil.disk_usage(existing).free, size * (args.keep_last + 1)
+    free, kept = shutil.disk_usage(existing).free, args.keep_last + args.keep_hours
+    wanted = size * (kept + 1)
     level = BAD if free < size else NOTE if free < wanted else OK
     yield (
         level,
         (
             f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes about {size / 1e6:.1f} MB, of which "
-            f"-keep_last {args.keep_last} and one being written"
+            f"{kept} are kept (-keep_last, -keep_hours) and one is being written"
         ),
     )
 

@@ -242,7 +242,8 @@ class Follower:
         self.generation: int | None = None  # of that manifest; None before the first claim
         self.is_current = False  # whether these are what is there
         self.done: set[tuple] = set()  # checkpoints on disk that are there, or cannot be copied
-        self.keep_last = yaml.safe_load(files.read_bytes(folder / "config.yaml")).get("keep_last") or 2
+        flags = yaml.safe_load(files.read_bytes(folder / "config.yaml"))
+        self.keep_last, self.keep_hours = flags.get("keep_last") or 2, flags.get("keep_hours") or 0
 
     def claim(self) -> None:
         """Say at the place that this start writes there from now on, and read what is there."""
@@ -315,8 +316,13 @@ class Follower:
         return next((name for name in local if name in kept and self.key(name) not in self.done), "")
 
     def kept(self, names: set[str]) -> set[str]:
-        """Return the checkpoints that stay there: -keep_last of them, and those with a file `keep`, here or there."""
+        """Return the checkpoints that stay there: -keep_last of them, and those with a file `keep`, here or there.
+
+        Under -keep_hours also all that are on disk.
+        """
         spared = {name for name in names if f"checkpoints/{name}/keep" in self.entries or self.key(name)[1]}
+        if self.keep_hours:
+            spared |= {name for name in names if (self.folder / "checkpoints" / name).exists()}
         others = sorted(names - spared, key=run_folder.checkpoint_number, reverse=True)
         return spared | {*others[: self.keep_last]}
 

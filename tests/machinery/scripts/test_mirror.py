@@ -103,6 +103,13 @@ def test_a_newer_start_loses_nothing_at_whatever_instant_it_claims_the_place(cop
     assert instant > 20
 
 
+def test_what_the_disk_keeps_by_the_hour_is_kept_there_too(copy):
+    follower = mirror.Follower(copy, mirror.Place("memory://hours", copy.name), "run")
+    follower.keep_last, follower.keep_hours = 1, 1
+    follower.sync_all()
+    assert mirror.checkpoints(follower.entries) == saves.names(copy) != saves.names(copy)[:1]
+
+
 def test_a_url_is_refused_before_anything_is_written():
     for url in (f"s3://me:{SECRET}@bucket", f"s3://me:a/{SECRET}@bucket/x", f"https://host/x?sig={SECRET}"):
         assert "credentials" in refusal(f"-mirror {url}") and SECRET not in refusal(f"-mirror {url}")
