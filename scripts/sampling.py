@@ -190,6 +190,6 @@ def of_samples(dataset: Any, names: tuple[str, ...]) -> Tensor | None:
     if values is None or callable(values) or isinstance(values, str | Mapping):  # something else of that name
         return None
     try:
-        return torch.as_tensor(np.array(values))
+        return values if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{type(dataset).__name__}.{names[0]}: no numbers of samples ({error})") from None

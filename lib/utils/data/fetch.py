@@ -194,9 +194,8 @@ def open_files(dataset: Any) -> list[str]:
         is_file = isinstance(file, io.IOBase) and not isinstance(file, io.BytesIO | io.StringIO)
         if is_file and not file.closed and file.readable():
             found.append(f"{type(dataset).__name__}.{name}")
-    inner = (
-        [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    )  # of a ConcatDataset
+    # The latter are those of a ConcatDataset.
+    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
     return found + [name for one in inner for name in open_files(one)]
 
 
