@@ -2,7 +2,7 @@
 
 FILES are images, text files, or folders, which are searched for images. The run's dataset prepares each file
 (get_transform). The weights are the best ones, or else the final ones. The training data is not needed, unless it
-alone tells which parameter of the model's `forward` gets the input.
+alone shows which parameter of the model's `forward` gets the input.
 Each file gets a row: its prediction, or the reason why there is none. Exit code 1: some files have none.
 In a notebook: from scripts import predict; predict.load("out/NAME")([image]), or predict.load_model("out/NAME").
 """
@@ -95,7 +95,7 @@ def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list]
 
     With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
     The weights are the run's best ones, or where there are none, its final ones. The run's data is needed only if it
-    alone tells which parameter of `forward` gets the input. Raises UsageError if the model takes more than one.
+    alone shows which parameter of `forward` gets the input. Raises UsageError if the model takes more than one.
     """
     file = Path(run) / "config.yaml"
     args = config.parse_args(["-cfg", str(file)], describe=False)
