@@ -131,13 +131,12 @@ def split_output(answer: Any) -> tuple[Any, Any]:
 
 
 def get_loss(args: Namespace) -> nn.Module:
-    """Return a module (outputs, targets) -> the mean loss over the batch, a scalar.
-
-    `Run.prepare` sets the weights of -class_weights balanced, which follow from the data.
-    """
+    """Return a module (outputs, targets) -> the mean loss over the batch, a scalar."""
+    numbers = args.class_weights if args.class_weights != "balanced" else None  # `Run.prepare` sets balanced ones
+    if args.loss != "cross_entropy" and numbers:
+        raise UsageError(f"-class_weights {numbers}: only -loss cross_entropy takes them, not {args.loss}")
     if args.loss != "cross_entropy":
         return BY_NAME[args.loss]()
-    numbers = args.class_weights if args.class_weights != "balanced" else None
     weights = torch.tensor([float(one) for one in numbers.split(",")]) if numbers else None
     if weights is not None and len(weights) != args.num_classes:
         raise UsageError(f"-class_weights {numbers}: give one for each of -num_classes {args.num_classes}")
