@@ -63,10 +63,9 @@ class Mixture(ConcatDataset):
     """
 
     def __init__(self, parts: Mapping[str, Any], shares: Mapping[str, float], samples: int | None = None):
-        if not isinstance(parts, Mapping) or [*parts] != [*shares]:
-            raise UsageError(
-                f"a mixture of {', '.join(map(str, parts))} has shares for {', '.join(map(str, shares))}"
-            )
+        if not isinstance(parts, Mapping) or {*parts} != {*shares}:
+            named, shared = (", ".join(map(str, one)) for one in (parts, shares))
+            raise UsageError(f"a mixture of {named} has shares for {shared}")
         super().__init__(parts.values())
         self.names = [*parts]
         for name in SAME:
