@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import logging
 import math
-import re
+import string
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -236,10 +236,11 @@ class Trainer:
 
     def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
         """Make the step's sums of gradients those of the mean over all its targets, `total` (0-d)."""
-        factor = micro_batch.step_samples / total.clamp_min(1)
-        if micro_batch.step_parts > 1 and (factor.device.type != "cpu" or factor != 1):
-            gradients = [shards.local_part(one.grad) for one in self.trained if one.grad is not None]
-            torch._foreach_mul_(gradients, factor)
+        if micro_batch.step_parts > 1:
+            factor = micro_batch.step_samples / total.clamp_min(1)
+            if factor.device.type != "cpu" or factor != 1:
+                gradients = [shards.local_part(one.grad) for one in self.trained if one.grad is not None]
+                torch._foreach_mul_(gradients, factor)
 
     def optimizer_step(self) -> Tensor:
         """Update the parameters by the whole gradient, on no rank if it is not finite; return its norm, 0-d."""
@@ -319,7 +320,7 @@ class Trainer:
                 return self.is_due("1epoch")
             self.read_losses()  # after a bad step the weights may be NaN
             return self.is_due("1epoch") or not distributed.all_reduce_max([self.state.bad_row], self.world)[0]
-        number = int(re.sub(r"\D", "", every))  # epochs if there is no unit
+        number = int(every.rstrip(string.ascii_letters))  # epochs if there is no unit
         if "minute" in every:
             return self.stop.voted and self.checkpoints.is_late(number)
         done = self.state.step if "step" in every else self.state.step / self.plan.steps

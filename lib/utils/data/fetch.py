@@ -152,7 +152,7 @@ class Fetch(Dataset):
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
-        rows = [index % len(self.dataset) for index in micro_batch.indices]
+        rows = [index % self.length for index in micro_batch.indices]
         self.current = rows  # for error messages: what is being fetched, one sample or several
         try:
             # As torch's loader processes do, with one thread: sums by another number have other bits.
