@@ -27,6 +27,7 @@ class Args(argparse.Namespace):
     batch_per_gpu: int | None
     micro_batch: int | None
     shuffle: bool
+    shuffle_block: int
     balance: bool
     augment: bool
     drop_last: bool

@@ -1,12 +1,13 @@
 """How fast photos are read: -dataset folder, -dataset tar, and WebDataset's pipeline over the same shards.
 
     uv pip install --group bench
-    python scripts/bench/reading.py [-photos 2000] [-workers 0 1 2] [-rounds 3] [-data DIR]
+    python scripts/bench/reading.py [-photos 2000] [-workers 0 1 2] [-rounds 3] [-data DIR] [-latency_ms 20]
 
 A round reads all photos once in each way, in a random order of ways: "cold" after their pages were dropped from
 memory, "warm" right after that. "decoded": each photo becomes the tensor that a model sees, drawn as in training;
 "bytes": it is read only. The time counts from the first request to the last batch, without the start of processes.
-Figures are samples per second: medians and ranges over the rounds.
+Figures are samples per second: medians and ranges over the rounds. With -latency_ms, a web server on this machine
+gives the shards, and waits so long before each answer; "blocks" is tar with -shuffle_block 16.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +32,8 @@ import torch
 import webdataset
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 from lib import config
 from lib.dataset import folder, tar
 from lib.utils.data import fetch, plan
@@ -38,6 +41,7 @@ from scripts import pack
 
 SIZE, BATCH = (500, 375), 64  # pixels of a photo; photos
 SHUFFLE = 1000  # samples in WebDataset's buffer, from which it draws
+BLOCK = 16  # of -shuffle_block
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,15 +52,29 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("-rounds", type=int, default=3, help="readings of each kind (3)")
     parser.add_argument("-data", type=Path, help="where the photos are made (a temporary folder)")
+    parser.add_argument("-latency_ms", type=int, help="read from a web server that waits so long (from the disk)")
     options = parser.parse_args(argv)
     print(describe(sys.argv[1:] if argv is None else argv))
     with contextlib.ExitStack() as stack:
         root = options.data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_photos(root / "photos", options.photos)
         pack.main([str(root / "photos"), "-o", str(root / "shards"), "-shard_mb", "16"])
+        ways, address = {"folder": read_ours, "tar": read_ours, "WebDataset": read_webdataset}, ""
+        if options.latency_ms is not None:
+            ways = {"tar": read_ours, "blocks": read_ours, "WebDataset": read_webdataset}
+            address = stack.enter_context(serving(root, options.latency_ms))
         for workers in options.workers:
-            print(table(workers, measure(root, options.rounds, workers)), flush=True)
+            print(table(workers, measure(root, ways, address, options.rounds, workers)), flush=True)
     return 0
+
+
+@contextlib.contextmanager
+def serving(root: Path, latency_ms: int) -> Iterator[str]:
+    """Serve a folder by the tests' web server while the block runs; yield its address."""
+    command = [sys.executable, ROOT / "tests/machinery/data/web.py", root, str(latency_ms)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}/good"
+        server.kill()
 
 
 def make_photos(place: Path, count: int) -> None:
@@ -73,9 +91,8 @@ def make_photos(place: Path, count: int) -> None:
         Image.new("RGB", SIZE).save(file)
 
 
-def measure(root: Path, rounds: int, workers: int) -> dict[tuple[str, str, str], list[float]]:
+def measure(root: Path, ways: dict, address: str, rounds: int, workers: int) -> dict[tuple, list[float]]:
     """Return samples per second by way, work and state of the memory."""
-    ways = {"folder": read_ours, "tar": read_ours, "WebDataset": read_webdataset}
     speeds: dict[tuple[str, str, str], list[float]] = {}
     for _ in range(rounds):
         cases = [(way, work) for way in ways for work in ("decoded", "bytes")]
@@ -83,22 +100,24 @@ def measure(root: Path, rounds: int, workers: int) -> dict[tuple[str, str, str],
             for state in ("cold", "warm"):
                 if state == "cold":
                     drop_pages(root)
-                speeds.setdefault((way, work, state), []).append(ways[way](root, way, work == "decoded", workers))
+                speeds.setdefault((way, work, state), []).append(ways[way](root, address, way, work == "decoded", workers))
     return speeds
 
 
-def flags(root: Path, way: str) -> config.Args:
-    data = root / ("shards" if way == "tar" else "photos")
-    return config.parse_args(["-dataset", "tar" if way == "tar" else "folder", "-data", str(data)])
+def flags(root: Path, address: str, way: str) -> config.Args:
+    if way == "folder":
+        return config.parse_args(["-dataset", "folder", "-data", str(root / "photos")])
+    given = ["-dataset", "tar", "-data", f"{address or root}/shards", "-cache_dir", str(root / "cache")]
+    return config.parse_args([*given, "-shuffle_block", str(BLOCK if way == "blocks" else 1)])
 
 
-def read_ours(root: Path, way: str, decoded: bool, workers: int) -> float:
+def read_ours(root: Path, address: str, way: str, decoded: bool, workers: int) -> float:
     """Read as a run does: the micro-batches of an epoch in its order, by its loader's processes."""
-    args = flags(root, way)
-    data = (tar if way == "tar" else folder).get_dataset(args)["train"]
+    args = flags(root, address, way)
+    data = (folder if way == "folder" else tar).get_dataset(args)["train"]
     if not decoded:
         data = Bytes(data)
-    order = plan.order(len(data), args.seed, epoch=0).tolist()
+    order = plan.order(len(data), args.seed, epoch=0, block=args.shuffle_block).tolist()
     keys = [
         plan.MicroBatch(step, 0, order[first : first + BATCH], BATCH, BATCH, 1, first=True, last=True)
         for step, first in enumerate(range(0, len(order), BATCH))
@@ -116,6 +135,9 @@ class Bytes(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.data)
 
+    def prefetch_samples(self, indices):
+        fetch.prefetch(self.data, indices)
+
     def __getitem__(self, index):
         if isinstance(self.data, tar.Shards):
             return len(self.data.read_bytes(index)), int(self.data.labels[index])
@@ -123,15 +145,17 @@ class Bytes(torch.utils.data.Dataset):
         return len(Path(file).read_bytes()), label
 
 
-def read_webdataset(root: Path, way: str, decoded: bool, workers: int) -> float:
+def read_webdataset(root: Path, address: str, way: str, decoded: bool, workers: int) -> float:
     """Read from front to back, shuffled in a buffer, as WebDataset's pages do for training."""
-    data = folder.Images([], [], flags(root, "folder"), drawn=True)
+    data = folder.Images([], [], flags(root, "", "folder"), drawn=True)
     image = functools.partial(decode, data.to_tensor) if decoded else len
     shards = sorted(map(str, (root / "shards").glob("train*.tar")))
+    if address:
+        shards = [f"pipe:curl -s {address}/shards/{Path(shard).name}" for shard in shards]
     samples = webdataset.WebDataset(shards, shardshuffle=len(shards), empty_check=False, seed=0).shuffle(SHUFFLE)
     pairs = samples.to_tuple("jpg", "cls").map_tuple(image, int).batched(BATCH)
     loader = webdataset.WebLoader(pairs, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
-    count = len(folder.get_dataset(flags(root, "folder"))["train"])
+    count = len(folder.get_dataset(flags(root, "", "folder"))["train"])
     return speed(iter(loader), count)
 
 

@@ -35,6 +35,7 @@ class Loader:
     shuffle: bool
     workers: int
     round_robin: bool = False
+    block: int = 1  # neighbours that stay together when shuffled
 
     @functools.cached_property
     def fetcher(self) -> fetch.Fetcher:
@@ -60,7 +61,10 @@ class Loader:
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
         """Yield what `epoch` will fetch, without fetching it."""
         own = fetch.draw_order(self.dataset, self.seed, epoch) if self.shuffle else None
-        indices = order(self.plan.samples, self.seed, epoch, self.shuffle) if own is None else own
+        if own is not None and self.block > 1:
+            raise UsageError(f"-shuffle_block {self.block}: the training samples have an order of their own (sampler)")
+        drawn = self.plan.samples, self.seed, epoch, self.shuffle, self.block
+        indices = order(*drawn) if own is None else own
         for step in range(first_step, self.plan.steps):
             parts = self.plan.cut(step)
             mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)
@@ -129,6 +133,7 @@ def open_loaders(
                 shuffle=args.shuffle and name == "train",
                 workers=fetch.count_workers(args, name, part, world),
                 round_robin=args.parallel == "fsdp",
+                block=args.shuffle_block,
             )
             stack.callback(loaders[name].fetcher.close)
         yield loaders

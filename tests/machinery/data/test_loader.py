@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 from lib.utils.checkpoint import resume
 from lib.utils.data import loader
 from lib.utils.data.loader import Loader
-from lib.utils.data.plan import Plan
+from lib.utils.data.plan import Plan, order
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
@@ -45,7 +45,7 @@ def new_loader(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0,
 
 def flags(val_workers=None):
     """The flags that `open_loaders` reads."""
-    given = {"workers": 2, "val_workers": val_workers, "shuffle": False}
+    given = {"workers": 2, "val_workers": val_workers, "shuffle": False, "shuffle_block": 1}
     return types.SimpleNamespace(seed=0, debug=False, parallel="ddp", **given)
 
 
@@ -107,6 +107,15 @@ def test_all_ranks_together_see_each_sample_once_in_torchs_order_in_equal_shares
             turns = [key.number // ranks for key in keys if key.count]
             assert not round_robin or turns == [*range(len(turns))], "with round robin each rank has one in each turn"
         assert len({len(keys) for keys in here}) == 1, "fsdp needs all ranks in every forward pass"
+
+
+@STEADY
+@given(samples=st.integers(1, 60), block=st.integers(1, 70), seed=SEEDS, epoch=EPOCHS)
+def test_blocks_of_neighbours_stay_together_in_an_order_of_all_samples(samples, block, seed, epoch):
+    drawn = order(samples, seed, epoch, block=block).tolist()
+    assert sorted(drawn) == [*range(samples)]
+    places = {index: place for place, index in enumerate(drawn)}
+    assert all(places[index] == places[index - 1] + 1 for index in range(samples) if index % block)
 
 
 @STEADY

@@ -1,4 +1,4 @@
-"""A web server of files for tests: web.py FOLDER. It prints its port. The first part of a path says how it answers.
+"""A web server of files for tests: web.py FOLDER [MS]. It prints its port, and waits MS before each answer. The first part of a path says how it answers.
 
 /good/ as it should be, with parts of files; /busy/ with an error at every eighth request; /cut/ with half of the
 body at every eighth; /whole/ with whole files only.
@@ -7,8 +7,9 @@ body at every eighth; /whole/ with whole files only.
 import http.server
 import itertools
 import sys
+import time
 
-requests = itertools.count()
+requests, latency_ms = itertools.count(), int([*sys.argv, "0"][2])
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -22,6 +23,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         return super().translate_path(path.removeprefix(f"/{self.mode}"))
 
     def do_GET(self):
+        time.sleep(latency_ms / 1000)
         part, file = self.headers.get("Range", ""), self.translate_path(self.path)
         bad = next(requests) % 8 == 7
         if self.mode == "busy" and bad:
@@ -42,6 +44,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    http.server.ThreadingHTTPServer.request_queue_size = 128  # else connections that come at once wait for seconds
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), lambda *given: Handler(*given, directory=sys.argv[1]))
     print(server.server_port, flush=True)
     server.serve_forever()
