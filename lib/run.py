@@ -14,8 +14,7 @@ from lib.config import Args, to_yaml
 from lib.core import parallel
 from lib.utils import distributed, runtime, seeding, watchdog
 from lib.utils.checkpoint import resume, run_folder, weights
-from lib.utils.data import fingerprint, loader
-from lib.utils.data.fetch import option
+from lib.utils.data import fetch, fingerprint, loader
 from lib.utils.errors import load_optional
 from lib.utils.monitoring import console
 from lib.utils.monitoring.logger import Logger, NoLogger
@@ -61,7 +60,7 @@ class Run:
             check_data = load_optional("scripts.check_data", "-skip_bad_files")
             self.splits, self.skipped = check_data.skip(self.splits, args, self.world, self.past)
         before, train = self.past.manifest["config"] if self.past else start, self.splits["train"]
-        if args.balance or (args.shuffle and option(train, "weights") is not None):
+        if args.balance or (args.shuffle and fetch.has_weights(train)):
             load_optional("scripts.sampling", "-balance").add_sampler(train, args)
         watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
         data = fingerprint.describe(self.splits, args, self.world)

@@ -73,7 +73,10 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
         good = [index for index in range(len(part)) if name_of(split, part, index) not in names]
         if not good:
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
-        kept[split] = part if len(good) == len(part) else Subset(part, good)
+        kept[split] = part
+        if len(good) < len(part):
+            kept[split] = Subset(part, good)
+            vars(kept[split])["listing"] = None  # a file that is left out may change
         labels, classes = getattr(part, "labels", None), getattr(part, "classes", None)
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         are_classes = isinstance(labels, list) and isinstance(classes, list) and {*labels} <= {*range(len(classes))}

@@ -170,6 +170,8 @@ def class_numbers(dataset: Any, flag: str) -> Tensor:
 def weights_of(dataset: Any) -> Tensor | None:
     """Return the `weights` of a data set, (samples,) float64; None without. Raises UsageError if they do not fit."""
     weights = of_samples(dataset, ("weights",))
+    if weights is None and fetch.has_weights(dataset):
+        raise UsageError("of several datasets that are read as one, some have weights: give all of them some")
     if weights is not None and weights.shape != (len(dataset),):
         raise UsageError(f"weights of {len(dataset)} samples are {tuple(weights.shape)}: one for each is needed")
     return None if weights is None else weights.double()
@@ -183,9 +185,9 @@ def of_samples(dataset: Any, names: tuple[str, ...]) -> Tensor | None:
     if isinstance(dataset, ConcatDataset) and not vars(dataset).keys() & {*names}:
         parts = [of_samples(part, names) for part in dataset.datasets]
         return None if any(part is None for part in parts) else torch.cat(parts)
-    values = next((getattr(dataset, name) for name in names if hasattr(dataset, name)), None)
+    values = next((one for name in names if (one := getattr(dataset, name, None)) is not None), None)
     if values is None and isinstance(dataset, TensorDataset) and "labels" in names:
-        values = dataset.tensors[-1]
+        values = dataset.tensors[-1] if len(dataset.tensors) == 2 else None
     if values is None or callable(values) or isinstance(values, str | Mapping):  # something else of that name
         return None
     try:

@@ -1,6 +1,5 @@
 """Plugins and their flags: own flags, other defaults of shared flags, flags set by the data, and errors."""
 
-import argparse
 import pickle
 import subprocess
 import sys
@@ -28,6 +27,7 @@ def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("add_argument('-epochs', type=int)", "conflicting option string: -epochs"),
         ("add_argument('-odd_x', dest='epochs')", "there is a -epochs; use parser.set_defaults"),
         ("add_argument('--epochs', type=int)", "there is a -epochs; use parser.set_defaults"),
         ("add_argument('--odd-x')", "--odd-x: call it -odd_x, with a value or store_true"),
@@ -91,7 +91,7 @@ def test_two_plugins_with_the_same_flag_are_refused(monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "one", text)
     plugin_file(monkeypatch, tmp_path, "dataset", "two", text)
     assert parsed("-arch one").same_x is None is parsed("-dataset two -arch mlp").same_x
-    with pytest.raises(argparse.ArgumentError, match="-same_x: conflicting option string"):
+    with pytest.raises(UsageError, match="-same_x: conflicting option string"):
         parsed("-arch one -dataset two")
 
 

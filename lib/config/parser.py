@@ -55,8 +55,11 @@ class Parser(argparse.ArgumentParser):
     def add_plugin_flags(self, module: ModuleType, title: str) -> None:
         """Add a plugin's flags. Raises UsageError for one that config.yaml cannot keep."""
         shared = [action.dest for action in self._actions]
-        with no_exit():
-            getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
+        try:
+            with no_exit():
+                getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
+        except argparse.ArgumentError as error:
+            raise UsageError(f"{module.__name__}: {error}; parser.set_defaults sets another default") from None
         for action in self._actions[len(shared) :]:
             if action.dest in shared:
                 raise UsageError(f"{module.__name__}: there is a -{action.dest}; use parser.set_defaults")

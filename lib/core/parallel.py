@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import sys
 from argparse import Namespace
 from collections import Counter
 from types import ModuleType
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lib.core.buffers import take_first
 from lib.utils import distributed, seeding
+from lib.utils.checkpoint.shards import schema
+from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -28,9 +31,15 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
-    for name, one in model.named_buffers():
-        if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
-            raise UsageError(f"-arch {args.arch}: the buffer {name} is sparse or expanded: register a dense copy")
+    for name, one in [*model.named_parameters(), *model.named_buffers()]:
+        fault = ""
+        if nn.parameter.is_lazy(one) or one.is_meta:
+            fault = "has no values yet: let get_model call the model once, or load its weights"
+        elif one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
+            fault = "is sparse or expanded: register a dense copy"
+        if fault:
+            raise UsageError(f"-arch {args.arch}: {name} {fault}")
+    schema(model_tensors(model))  # refuses types that a checkpoint cannot hold
     return model
 
 
@@ -45,8 +54,10 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
-    if args.compile:
-        _compile([model] if args.compile == "model" else parts or [model], engine)
+    for part in ([model] if args.compile == "model" else parts or [model]) if args.compile else ():
+        part.forward = torch.compile(part.forward)
+    if "torch._dynamo" in sys.modules:  # get_model may compile, too
+        _configure_compiler(engine)
     if args.recompute and not parts:
         raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
     for part in parts if args.recompute else ():
@@ -144,7 +155,7 @@ def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContex
     return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
 
 
-def _compile(parts: list[nn.Module], engine: str) -> None:
+def _configure_compiler(engine: str) -> None:
     # Parts of the same class share one store of compiled code, which by default is too small for many of them.
     settings: Any = importlib.import_module("torch._dynamo.config")
     settings.recompile_limit = max(settings.recompile_limit, 64)
@@ -153,5 +164,3 @@ def _compile(parts: list[nn.Module], engine: str) -> None:
         settings.automatic_dynamic_shapes = False  # which code a batch gets would depend on those before it
     if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use
-    for part in parts:
-        part.forward = torch.compile(part.forward)

@@ -45,6 +45,7 @@ class Checks:
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.schema = shards.schema(find_parts(trainer).weights())
         self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
+        self.idle: list[str] = []  # parameters that no gradient reached
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.steps = 0  # of this start
@@ -100,6 +101,11 @@ class Checks:
         if odd and odd != self.untrained:
             log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
         self.untrained = odd
+        kept = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
+        idle = [name for name, one in named if one in trained - kept and one.requires_grad and one.grad is None]
+        if kept and idle and idle != self.idle:
+            log.warning("no step has trained %s (%d in all): no gradient reached it", idle[0], len(idle))
+        self.idle = idle
         if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
             advice = "make it a saved buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
@@ -140,6 +146,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER - {"of_base"} | {"schedule", "total_steps"}
     own -= getattr(trainer, "state_dict", dict)().keys()
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
+    named = {name: one.detach() if isinstance(one, Tensor) else one for name, one in named.items()}
     named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
     for part, root in parts.modules.items():
         named |= {f"{part}.{key}": value for key, value in root._buffers.items()}  # of a DDP, which no checkpoint has

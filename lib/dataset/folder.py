@@ -2,6 +2,7 @@
 
 import os
 import unicodedata
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def class_names(data: str, part: str = "train") -> list[str]:
     entries = folder.iterdir() if folder.is_dir() else []
     names = sorted(one.name for one in entries if one.is_dir() and not is_debris(one.name))
     if not names:
-        raise UsageError(f"-data {data}: no class folders in {folder}; -dataset folder reads {folder}/CLASS/*.jpg")
+        there = sorted(one.name for one in Path(data).glob("*/")) if Path(data).is_dir() else []
+        found = f"no class folders in {folder}; -dataset folder reads {folder}/CLASS/*.jpg"
+        raise UsageError(f"-data {data}: {found}; {', '.join(there[:9]) or 'no folder'} is there")
     if len({unicodedata.normalize("NFKC", name).strip() for name in names}) < len(names):
         raise UsageError(f"-data {data}: classes in {folder} differ only in spaces or Unicode form: {names!a}")
     if part == "train" and len(names) == 1:
@@ -72,6 +75,8 @@ class Images(Dataset):
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
         self.files, self.classes = files, [printable(name) for name in classes]
         self.labels = [label for _, label in files]
+        names = "".join(f"{label} {file.removeprefix(str(Path(args.data)))}" for file, label in files)
+        self.listing = zlib.crc32(names.encode(errors="surrogateescape"))  # by which a run knows its data, too
         self.folder, self.size, self.box = args.data, args.image_size, random_box if drawn else centre_box
         self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
         self.on_device = Pixels(mean, deviation, mirror=drawn)

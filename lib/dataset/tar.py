@@ -22,13 +22,16 @@ def add_args(parser):
 
 
 def describe(args) -> dict[str, int]:
-    """Return the number of classes: the lines of DATA/classes.txt, or else what the labels of train need.
+    """Return the number of classes: the lines of DATA/classes.txt, or else what all labels need.
 
     All indexes are made here, where no watchdog counts minutes yet. Raises UsageError as get_dataset does.
     """
     found = tar_index.find(args.data, args.cache_dir)
-    train, _ = tar_index.open_index(found)["train"]
-    return {"num_classes": len(found["classes"]) or int(train["label"].max()) + 1}
+    highest = max(int(rows["label"].max()) for rows, _ in tar_index.open_index(found).values())
+    if 0 < len(found["classes"]) <= highest:
+        fault = f"classes.txt names {len(found['classes'])} classes, and a sample has the class number {highest}"
+        raise UsageError(f"-data {args.data}: {fault}, from 0")
+    return {"num_classes": len(found["classes"]) or highest + 1}
 
 
 def get_dataset(args, dataset_class=None) -> dict[str, Dataset]:
@@ -50,6 +53,7 @@ class Shards(folder.Images):
         super().__init__([], classes, args, drawn=split == "train" and args.augment)
         self.files, self.labels, self.shards = rows, rows["label"], shards
         self.fetched: dict[tuple[str, int, int], bytes] = {}  # of the current micro-batch, from URLs
+        self.listing = zlib.crc32(rows)
         if type(self) is Shards:  # of a subclass three samples are read, which shows whether they are always the same
             self.fingerprint = zlib.crc32(rows)  # sizes, places and classes of all samples, and three of them
             for index in (0, len(rows) // 2, len(rows) - 1):

@@ -57,9 +57,10 @@ def get_dataset(args) -> dict[str, Dataset]:
             raise UsageError(f"{args.data}/meta.json has no vocabulary, or is odd: give -num_classes, of all tokens")
         parts = {split: open_split(split, some, args.num_classes, meta) for split, some in files.items()}
     else:
-        text = read_text(args.data)
-        count = len(text) // HELD_OUT
-        parts = dict(zip(("train", "val", "test"), np.split(text, [len(text) - 2 * count, len(text) - count])))
+        parts = read_texts(args.data)
+    if short := [split for split, part in parts.items() if not 0 < args.tokens_length < len(part)]:
+        fault = f"{short[0]} has {len(parts[short[0]]):,} tokens, and a sample needs one more than its length"
+        raise UsageError(f"-tokens_length {args.tokens_length}: {fault}")
     train = Windows(parts.pop("train"), args, args.tokens_samples, args.seed if args.shuffle else None)
     few = -(-args.tokens_samples // 16)
     return {"train": train, **{split: Windows(part, args, few) for split, part in parts.items()}}
@@ -85,8 +86,6 @@ class Windows(Dataset):
 
     def __init__(self, tokens: "np.ndarray | Joined", args, samples: int, seed: int | None = None):
         self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed
-        if not 0 < self.length < len(tokens):
-            raise UsageError(f"-tokens_length {self.length}: a split of {len(tokens):,} tokens has no such sample")
         self.fills = (len(tokens) - 1) // self.length  # how many samples stand in a row
         self.samples = min(samples or self.fills, self.fills)
         places = 0, len(tokens) // 2, max(0, len(tokens) - CHECKED)
@@ -138,14 +137,19 @@ def find_files(data: str) -> dict[str, list[Path]]:
 
     They are DATA/train.bin, or else those with the word train (training) in their names, or else those in DATA/train.
     """
-    word = r"(?<![a-zA-Z])(train|val|test)(?:ing|id|idation)?(?![a-zA-Z])"
     loose = sorted(file for file in Path(data).glob("*.bin") if not is_debris(file.name))
     found = {}
     for split in ("train", "val", "test"):
-        named = [file for file in loose if {*re.findall(word, file.stem)} == {split}]
+        named = [file for file in loose if split_of(file.stem) == split]
         inner = sorted(file for file in Path(data, split).glob("*.bin") if not is_debris(file.name))
         found[split] = [file for file in named if file.stem == split] or named or inner
     return {split: some for split, some in found.items() if some} if found["train"] else {}
+
+
+def split_of(name: str) -> str:
+    """Return the split that a word of a name says, as training or valid; "" without one, or with several."""
+    words = {*re.findall(r"(?<![a-zA-Z])(train|val|test)(?:ing|id|idation)?(?![a-zA-Z])", name)}
+    return words.pop() if len(words) == 1 else ""
 
 
 def read_meta(data: str) -> dict | None:
@@ -215,6 +219,19 @@ def is_wider(tokens: np.ndarray) -> bool:
     rows = tokens[: len(tokens) // 4 * 4].reshape(-1, 4)
     used = rows.any(axis=0)
     return len(rows) >= 16 and bool(used.any() and not used.all())
+
+
+def read_texts(data: str) -> dict[str, np.ndarray]:
+    """Return the splits of a text, or of a folder of texts: by their names, if each names a split, as train.txt."""
+    named = {}
+    for entry in sorted(Path(data).iterdir()) if Path(data).is_dir() else ():
+        if not is_debris(entry.name):
+            named.setdefault(split_of(entry.stem), []).append(entry)
+    if {"train"} < named.keys() and "" not in named:
+        return {split: np.concatenate([read_text(str(one)) for one in some]) for split, some in named.items()}
+    text = read_text(data)
+    count = len(text) // HELD_OUT
+    return dict(zip(("train", "val", "test"), np.split(text, [len(text) - 2 * count, len(text) - count])))
 
 
 def read_text(data: str) -> np.ndarray:

@@ -72,6 +72,7 @@ class Trainer:
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.in_pass = False  # whether a micro-batch is being computed
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
+        self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         kept = {"keep_last": args.keep_last, "keep_hours": args.keep_hours}
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
@@ -135,6 +136,9 @@ class Trainer:
     def make_engine(self) -> None:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
         parts = find_parts(self)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            fault = f"self.optimizer is a {type(self.optimizer).__name__}, no torch.optim.Optimizer"
+            raise UsageError(f"{fault}: make it a subclass, or let optimizer_step() use it under another name")
         self.all_optimizers, self.checks = [*parts.optimizers.values()], replicas.Checks(self)
         trained = [one for optimizer in self.all_optimizers for one in optimizers.parameters_of([optimizer])]
         if len(trained) > len({*trained}) and type(self).due_optimizers is Trainer.due_optimizers:
@@ -202,7 +206,10 @@ class Trainer:
         # From here on what is drawn is the same on every rank.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         self.set_learning_rate()
+        self.is_unscaled = not self.scaler.is_enabled()
         norm = self.optimizer_step()
+        if not self.is_unscaled:
+            raise UsageError("-fp16: optimizer_step must call clip_gradients(), which takes the scaler's factor out")
         if not isinstance(norm, Tensor) or norm.ndim:
             raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
         self.pending_norms.append(norm)
@@ -260,6 +267,7 @@ class Trainer:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
         for optimizer in due if self.scaler.is_enabled() else ():
             self.scaler.unscale_(optimizer)
+        self.is_unscaled = True
         return optimizers.clip(optimizers.parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def set_learning_rate(self) -> None:
@@ -445,6 +453,8 @@ class Trainer:
             yield
         finally:
             for module, training in modes:
+                if module.training != training:
+                    module.train(training)  # it may do more, as merging LoRA's weights
                 module.training = training
 
     def save(self, keep: bool = False) -> None:

@@ -50,7 +50,8 @@ def no_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise RuntimeError(f"sys.exit({error.code!r}) was called, and the run is not finished") from error
+        hint = "a trainer ends its run by self.stop.request_stop(WHY)"
+        raise RuntimeError(f"sys.exit({error.code!r}) was called, and the run is not finished; {hint}") from error
 
 
 def load_optional(module: str, flag: str) -> ModuleType:

@@ -4,9 +4,10 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
-from lib.utils.errors import STOP_SIGNALS, STOPPED
+from lib.utils.errors import STOP_SIGNALS, STOPPED, UsageError
 
 OUTSIDE = "{} before or after the training: stopped at once, as there was nothing to save"
 
@@ -16,6 +17,8 @@ def exit_on_signal() -> contextlib.AbstractContextManager:
 
     There is nothing to save before and after the training.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("train.main runs in the main thread alone, which gets the signals that stop a run")
     own = os.getpid()
 
     def leave(number: int, frame: object) -> None:

@@ -32,8 +32,7 @@ import torch
 import webdataset
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from lib import config
 from lib.dataset import folder, tar
 from lib.utils.data import fetch, plan
@@ -71,10 +70,11 @@ def main(argv: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def serving(root: Path, latency_ms: int) -> Iterator[str]:
     """Serve a folder by the tests' web server while the block runs; yield its address."""
-    command = [sys.executable, ROOT / "tests/machinery/data/web.py", root, str(latency_ms)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        yield f"http://127.0.0.1:{int(server.stdout.readline())}/good"
-        server.kill()
+    server = Path(__file__).resolve().parents[2] / "tests/machinery/data/web.py"
+    command = [sys.executable, server, root, str(latency_ms)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/good"
+        process.kill()
 
 
 def make_photos(place: Path, count: int) -> None:
@@ -100,7 +100,9 @@ def measure(root: Path, ways: dict, address: str, rounds: int, workers: int) -> 
             for state in ("cold", "warm"):
                 if state == "cold":
                     drop_pages(root)
-                speeds.setdefault((way, work, state), []).append(ways[way](root, address, way, work == "decoded", workers))
+                speeds.setdefault((way, work, state), []).append(
+                    ways[way](root, address, way, work == "decoded", workers)
+                )
     return speeds
 
 

@@ -117,6 +117,8 @@ class RunFolder:
         self.args, self.world = args, world
         self.path = path_of(args)
         self.begun = False
+        self.before: dict[str, bytes] = {}  # what this start has replaced, until its first checkpoint
+        self.checkpoints: list[Path] = []  # then
 
     def begin(self, config: str, start: dict) -> None:
         """Make room for a new run under -reset, and write config.yaml, start.json and the outcome "running"."""
@@ -125,8 +127,11 @@ class RunFolder:
             with self._writing():
                 if is_reset_due(self.args, self.world):
                     _move_away(self.path)
-                atomic.write_file(self.path / "config.yaml", config)
-                atomic.write_file(self.path / "start.json", json.dumps(start))
+                self.checkpoints = list_checkpoints(self.path / "checkpoints")
+                for name, text in (("config.yaml", config), ("start.json", json.dumps(start))):
+                    if self.checkpoints and (self.path / name).exists():
+                        self.before[name] = files.read_bytes(self.path / name)
+                    atomic.write_file(self.path / name, text)
                 write_outcome(self.path, self.world, "running")
 
         self.world.on_writers(write)
@@ -219,6 +224,9 @@ class RunFolder:
             text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
             reason = f"rank {self.world.rank}: " + (f"lost another process ({text})" if lost else text)
             with contextlib.suppress(OSError):  # the first error is the cause
+                if self.before and list_checkpoints(self.path / "checkpoints") == self.checkpoints:
+                    for name, data in self.before.items():  # as the checkpoints are: they are continued by it
+                        atomic.write_file(self.path / name, data.decode())
                 write_outcome(self.path, self.world, "failed", reason=reason, lost_peer=lost)
 
     @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a checkpoint holds: its manifest, how far a run is, its tensors, and what else the parts of a trainer keep."""
 
+import itertools
 import json
 import logging
 import zlib
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from lib.utils import files
 from lib.utils.checkpoint import shards
@@ -117,9 +119,16 @@ class Parts:
         """
         states = {part: encode(other.state_dict(), part, tensors) for part, other in self.others.items()}
         for part, optimizer in self.optimizers.items():
-            state, names = optimizer.state_dict(), self.trained(part)
-            memory = {names[number]: one for number, one in state["state"].items()}
-            groups = [{**group, "params": [names[one] for one in group["params"]]} for group in state["param_groups"]]
+            try:
+                state, by_group = optimizer.state_dict(), self.trained(part)
+            except KeyError:
+                fault = "has the state of a parameter that is in none of its groups"
+                raise UsageError(f"{part} {fault}: remove it from optimizer.state, too") from None
+            names = [*itertools.chain(*by_group)]
+            # Some keep what belongs to no parameter under a name of their own.
+            memory = {names[key] if isinstance(key, int) else key: one for key, one in state["state"].items()}
+            pairs = zip(state["param_groups"], by_group, strict=True)
+            groups = [{**group, "params": own} for group, own in pairs]
             states[part] = [encode(memory, part, tensors), encode(groups, f"{part}.groups", tensors)]
         frozen = [name for name, parameter in self.parameters().items() if not parameter.requires_grad]
         return {**states, "frozen": frozen}
@@ -140,18 +149,28 @@ class Parts:
                 other.load_state_dict(state)
         for part, optimizer in self.optimizers.items():
             memory, groups = (decode(one, tensors) for one in states[part])
-            for group in groups[len(optimizer.param_groups) :]:
-                own = {"lr_scale": 1.0, **group}  # which older checkpoints lack
-                optimizer.add_param_group({**own, "params": [parameters[name] for name in group["params"]]})
-            now, names = optimizer.state_dict()["param_groups"], self.trained(part)
+            own, members = optimizer.param_groups, [group["params"] for group in groups]
+            if self.trained(part) != members[: len(own)]:
+                log.warning("the groups of %s have the parameters that the checkpoint says", part)
+                del own[len(groups) :]
+                for group, saved in zip(own, members, strict=False):
+                    group["params"] = [parameters[name] for name in saved]
+            for group in groups[len(own) :]:
+                group = {"lr_scale": 1.0, **group}  # which older checkpoints lack
+                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+            now, names = optimizer.state_dict()["param_groups"], [*itertools.chain(*self.trained(part))]
             for group, saved in zip(now, groups, strict=False):
                 if other := sorted(optimizer.defaults.keys() - saved.keys()):
                     raise UsageError(f"the checkpoint is of another optimizer: its {part} has no {other[0]}")
                 group |= {key: value for key, value in saved.items() if key not in {*NOT_RESTORED, *allowed}}
-            if strange := sorted(memory.keys() - {*names}):
+            if strange := sorted((memory.keys() & parameters.keys()) - {*names}):
                 raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
-            state = {names.index(name): one for name, one in memory.items()}
+            numbers = {name: number for number, name in enumerate(names)}
+            state = {numbers.get(name, name): one for name, one in memory.items()}
             optimizer.load_state_dict({"state": state, "param_groups": now})
+            for name in memory.keys() & parameters.keys():  # where torch has cast floats to the parameter's type
+                kept = optimizer.state[parameters[name]]
+                kept.update(tree_map(_with_type, memory[name], dict(kept)))
 
     def make_empty(self, schema: dict[str, list]) -> dict[str, Tensor]:
         """Return tensors for the states in a checkpoint with this schema, laid out and sharded as parameters are."""
@@ -169,17 +188,17 @@ class Parts:
         named = self.weights().items()
         return {name.removeprefix("model."): one for name, one in named if isinstance(one, nn.Parameter)}
 
-    def trained(self, part: str) -> list[str]:
-        """Return the names of an optimizer's parameters, in the order in which torch numbers them.
+    def trained(self, part: str) -> list[list[str]]:
+        """Return the names of the parameters in each group of an optimizer; torch numbers them in this order.
 
         Raises UsageError if a parameter is in none of the modules.
         """
         names = {parameter: name for name, parameter in self.parameters().items()}
-        parameters = [one for group in self.optimizers[part].param_groups for one in group["params"]]
-        if not names.keys() >= {*parameters}:
+        groups = [group["params"] for group in self.optimizers[part].param_groups]
+        if not names.keys() >= {*itertools.chain(*groups)}:
             stray = "trains a parameter that neither the model nor a module of the trainer has"
             raise UsageError(f"{part} ({type(self.optimizers[part]).__name__}) {stray}: no checkpoint would hold it")
-        return [names[parameter] for parameter in parameters]
+        return [[names[parameter] for parameter in group] for group in groups]
 
 
 def find_parts(trainer: Any) -> Parts:
@@ -203,6 +222,11 @@ def find_parts(trainer: Any) -> Parts:
         is_module, is_optimizer = isinstance(value, nn.Module), isinstance(value, torch.optim.Optimizer)
         (parts.modules if is_module else parts.optimizers if is_optimizer else parts.others)[name] = value
     return parts
+
+
+def _with_type(saved: Any, loaded: Any) -> Any:
+    """Return a part of a state as it was loaded, but tensors as they were saved, on the device of the loaded one."""
+    return saved.to(loaded.device) if torch.is_tensor(saved) else loaded
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

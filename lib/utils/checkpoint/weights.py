@@ -98,6 +98,8 @@ def load_into(
     if (whole and missing) or not (whole or any(isinstance(one, nn.Parameter) for one in loaded)):
         lacks = f"it has {_list([*given]) or 'none'}, and lacks {_list(missing)}"
         raise UsageError(f"-weights {path}: not the weights of this model: {lacks}")
+    if not whole and (odd := not_finite(model, world)):
+        raise UsageError(f"-weights {path}: {odd[0]} ({len(odd)} in all) is not finite")
     renamed = [f"{other} is {name} here" for name, other in found.items() if name != other][:1]
     unused = sorted(given.keys() - found.values())
     parts = {"as": renamed, "not loaded, as missing or of another shape:": sorted(missing), "not used:": unused}

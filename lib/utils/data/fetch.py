@@ -12,7 +12,8 @@ import signal
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
+MOST_ENTRIES = 100  # of a list, that are looked at
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -41,6 +43,18 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
     return getattr(dataset, name, default)
+
+
+def inner(dataset: Any) -> list[Any]:
+    """Return the datasets that a Subset, or a ConcatDataset, reads from."""
+    return [dataset.dataset] if isinstance(dataset, Subset) else list(getattr(dataset, "datasets", ()))
+
+
+def has_weights(dataset: Any) -> bool:
+    """Return whether a dataset, or one that it reads from, says by `weights` how often each sample comes."""
+    weights = option(dataset, "weights")  # those of a model may be there under this name
+    has_own = hasattr(weights, "__len__") and not isinstance(weights, str | Mapping)
+    return has_own or any(map(has_weights, inner(dataset)))
 
 
 def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
@@ -144,7 +158,7 @@ class Fetch(Dataset):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed, self.length = seed, len(dataset)
         self.requests: Iterable[tuple[int, MicroBatch]] = ()  # what to fetch in the next epoch
-        self.collate_fn = collate_fn or option(dataset, "collate_fn", default_collate)
+        self.collate_fn = collate_fn or option(dataset, "collate_fn") or default_collate
 
     def __iter__(self) -> Iterator[tuple[int, MicroBatch]]:
         """Be also the sampler of a DataLoader that lives for many epochs."""
@@ -186,17 +200,19 @@ class Fetch(Dataset):
         return items
 
 
-def open_files(dataset: Any) -> list[str]:
-    """Return the names of files that a dataset, or one in it, has opened to read from, as CLASS.NAME."""
-    found = []
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        file = getattr(value, "fp", getattr(value, "fileobj", value))  # of archives of zipfile and tarfile
-        is_file = isinstance(file, io.IOBase) and not isinstance(file, io.BytesIO | io.StringIO)
-        if is_file and not file.closed and file.readable():
-            found.append(f"{type(dataset).__name__}.{name}")
-    # The latter are those of a ConcatDataset.
-    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    return found + [name for one in inner for name in open_files(one)]
+def open_files(value: Any, name: str = "", depth: int = 5) -> list[str]:
+    """Return the names of files that a dataset, or what it holds, has opened to read from, as CLASS.NAME."""
+    if isinstance(value, io.IOBase):
+        is_shared = not isinstance(value, io.BytesIO | io.StringIO) and not value.closed and value.readable()
+        return [name] if is_shared else []
+    if isinstance(value, Mapping | list | tuple):
+        entries = value.values() if isinstance(value, Mapping) else value
+        parts = [(name, one) for one in itertools.islice(entries, MOST_ENTRIES)]
+    else:
+        held = {} if isinstance(value, type | ModuleType | Tensor) else getattr(value, "__dict__", {})
+        is_data = not name or isinstance(value, Dataset)
+        parts = [(f"{type(value).__name__}.{key}" if is_data else name, one) for key, one in held.items()]
+    return [found for place, one in parts if depth for found in open_files(one, place, depth - 1)]
 
 
 def end_without_parent(parent: int, number: int) -> None:

@@ -38,16 +38,18 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
             raise UsageError(f"-dataset {args.dataset}: {fault}: number them alike, or set {name}.classes")
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
         digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
+        listing = option(part, "listing")  # a number for the names and classes of all its files
         order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
         count = len(part if order is None else order)
         if order is not None:  # after the tenth epoch the first must be the same again
             later, again = (_digest(fetch.draw_order(part, args.seed, epoch), "") for epoch in (9, 0))
             facts["sampler digest"] = f"{again} {later}" if again == _digest(order, "") else NEVER_THE_SAME
-        all_ranks = distributed.gather((count, digest, facts["sampler digest"]), world)
+        all_ranks = distributed.gather((count, digest, listing, facts["sampler digest"]), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:
             fault = f"-dataset {args.dataset}: the {name} samples of rank {odd[0]} are not those of rank 0"
             raise UsageError(f"{fault}: get_dataset must give the same on each; seed the generators that it makes")
+        facts |= {} if listing is None else {f"{name} files digest": listing}
         facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": count}
     return facts
 
@@ -71,7 +73,9 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
 
 def _digest(value: Any, data: str, depth: int = 9) -> str:
     """Return a digest of a sample. An object of an unknown kind counts by its attributes, nine levels deep."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_nested:
+        content = [_digest(one, data, depth - 1) for one in value.unbind()]
+    elif isinstance(value, Tensor):
         whole = value.detach().cpu().to_dense().resolve_conj().contiguous()
         content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):

@@ -62,7 +62,7 @@ class Loader:
         """Yield what `epoch` will fetch, without fetching it."""
         own = fetch.draw_order(self.dataset, self.seed, epoch) if self.shuffle else None
         if own is not None and self.block > 1:
-            raise UsageError(f"-shuffle_block {self.block}: the training samples have an order of their own (sampler)")
+            raise UsageError(f"-shuffle_block {self.block}: the training samples have a sampler, and so an order")
         drawn = self.plan.samples, self.seed, epoch, self.shuffle, self.block
         indices = order(*drawn) if own is None else own
         for step in range(first_step, self.plan.steps):

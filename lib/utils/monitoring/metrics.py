@@ -36,7 +36,7 @@ class Sums:
         """Add numbers or 0-d tensors, and return these sums. Waits for the device once in many calls."""
         for name, value in values.items() if self.counts else ():
             if isinstance(value, Tensor) and value.ndim:
-                raise ValueError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
+                raise UsageError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
             terms = self.terms.setdefault(name, [])
             terms.append(value.detach() if isinstance(value, Tensor) else value)
             if len(terms) > MAX_TERMS:

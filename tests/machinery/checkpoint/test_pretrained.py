@@ -110,6 +110,8 @@ def test_values_that_cannot_be_the_models_are_refused(tmp_path):
         message = refusal(save({name: value.to(kind) for name, value in good.items()}, file))
         there = f"embed.weight ({kind} (7, 4) there, torch.float32 (7, 4) here)"
         assert f"{there}: save quantized weights as floats first" in message
+    odd = {**good, "inner.bias": good["inner.bias"] * float("nan")}
+    assert "inner.bias (1 in all) is not finite" in refusal(save(odd, file))
 
 
 ADAM = {"state": {0: {"exp_avg": torch.ones(4, 4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}

@@ -99,9 +99,13 @@ def test_an_output_folder_that_cannot_be_written_is_refused(error_of, tmp_path):
 
 
 def test_a_refused_start_does_not_change_an_existing_run(error_of, tmp_path):
-    runs.run(tmp_path / "out", "-cpu 1 -epochs 1 -model old")
+    folder = runs.run(tmp_path / "out", "-cpu 1 -epochs 1 -model old")
     for flags in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
         assert "-" in error_of([*FAST, "-model", "old", *flags.split()])  # which compares all files
+    before = [(folder / name).read_bytes() for name in ("config.yaml", "start.json")]
+    others = ["-optimizer", "sgd", "-allow_change", "optimizer"]  # which its checkpoint does not fit
+    assert train.main([*FAST, "-model", "old", "-out", str(tmp_path / "out"), *others]) == 2
+    assert before == [(folder / name).read_bytes() for name in ("config.yaml", "start.json")]
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ KINDS = {
     "images": lambda number: (Image.new("L", (4, 4), number), number),
     "texts": lambda number: (f"text {number}", b"1" * number),
     "objects": lambda number: (np.array([number, "a"], object), [number, None]),
+    "nested": lambda number: torch.nested.nested_tensor([torch.ones(2), torch.full((3,), number + 0.5)]),
     "sparse": lambda number: (torch.full((2, 2), number + 1).to_sparse(), number),
     "objects of a library": Graph,
     "sets": lambda number: {f"{number}", "b"},
@@ -94,6 +95,11 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
     for classes, wanted in (("ab", ["a", "b"]), (5, [])):
         assert describe(Subset(Items([1], classes=classes), [0]))["classes"] == wanted
     assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == [], "a method is none"
+
+
+def test_the_names_and_classes_of_all_files_count_next_to_three_samples():
+    one, other = (Items([1, 2], listing=number) for number in (3, 4))
+    assert changed(one, one) == [] and changed(one, other) == ["train files digest"]
 
 
 def draw():

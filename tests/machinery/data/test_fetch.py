@@ -57,7 +57,8 @@ def test_an_open_file_is_no_longer_shared_by_loader_processes(opened, tmp_path):
     with zipfile.ZipFile(tmp_path / "data", "w"), tarfile.open(tmp_path / "tar", "w"):
         pass
     with opened(tmp_path / ("tar" if opened is tarfile.open else "data")) as file:
-        for part in (Items([1, 2], file=file), Subset(Items([1, 2], file=file), [0])):
+        inner = Items([1, 2], file={"a": [file]})
+        for part in (Items([1, 2], file=file), Subset(Items([1, 2], file=file), [0]), Items([1, 2], other=inner)):
             Fetcher(part, 0, 1, pin=False).close()
             with pytest.raises(UsageError, match="file is an open file, whose place 2 loader processes share"):
                 Fetcher(part, 0, 2, pin=False)

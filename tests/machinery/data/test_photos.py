@@ -240,6 +240,18 @@ def test_check_data_and_the_doctor_list_every_file_that_cannot_be_read(damaged, 
     assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(data)])) == 0
 
 
+def test_a_file_of_another_name_or_class_is_other_data_and_a_moved_folder_is_not(tmp_path):
+    def listing(place):
+        return folder.get_dataset(config.parse_args(["-dataset", "folder", "-data", str(place)]))["train"].listing
+
+    tiny_data.make_folder(tmp_path / "a")
+    found = listing(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert listing(f"{tmp_path}/b/") == found
+    (tmp_path / "b/train/ant/1.jpg").rename(tmp_path / "b/train/ant/9.jpg")
+    assert listing(tmp_path / "b") != found
+
+
 def test_skipped_files_are_kept_with_the_run_and_all_starts_and_ranks_agree(damaged, tmp_path):
     data, files = damaged
     names = sorted(str(file.relative_to(data)) for file in files)

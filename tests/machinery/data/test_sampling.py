@@ -225,5 +225,12 @@ def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the
     for weights_of_a_model in ("imagenet", {}, len):
         sampling.add_sampler(part := Items([1, 2], weights=weights_of_a_model), parsed(""))
         assert not hasattr(part, "sampler")
+    one, two = (Items([1, 2], weights=[0, 1]) for _ in range(2))
+    sampling.add_sampler(both := ConcatDataset([one, two]), parsed(""))
+    assert {*drawn(both.sampler).tolist()} == {1, 3}
+    with pytest.raises(UsageError, match="some have weights"):
+        sampling.add_sampler(ConcatDataset([one, Items([1])]), parsed(""))
+    with pytest.raises(UsageError, match="must list their classes"):  # the last tensor may be anything
+        sampling.add_sampler(TensorDataset(*[torch.zeros(2, dtype=torch.int64)] * 3), parsed("-balance"))
     with pytest.raises(UsageError, match="one of them must go"):
         sampling.add_sampler(Items([1, 2], weights=[1, 2], sampler=[0, 1]), parsed(""))

@@ -217,6 +217,7 @@ ODD = {  # a file in DATA: what makes it, and the message
     "train-5.tar": (lambda file: file.symlink_to("nowhere"), "train-5.tar: cannot be read .No such file"),
     "train-6.tar.GZ": (Path.touch, "train-6.tar.GZ: compressed .1 such"),
     "classes.txt": (lambda file: file.write_bytes(b"b\xe4r\n"), "classes.txt: cannot be read"),
+    ".//classes.txt": (lambda file: file.write_text("ant\n"), "names 1 classes, and a sample has the class number 1"),
     "./classes.txt": (lambda file: file.write_bytes(b"ant\n\nbee\n"), "classes.txt: an empty line"),
 }
 

@@ -27,6 +27,16 @@ def refusal(data, *flags) -> str:
     return usage_error(splits_of, data, *flags)
 
 
+@pytest.mark.parametrize("names", [("my-train.txt", "my-valid.txt"), ("wiki.train.tokens", "wiki.test.tokens")])
+def test_texts_whose_names_are_splits_are_not_mixed(names, tmp_path):
+    for name, text in zip(names, ("a" * 400, "b" * 300), strict=True):
+        (tmp_path / name).write_text(text)
+    parts = splits_of(tmp_path)
+    assert [{*part.tokens.tolist()} for part in parts.values()] == [{97}, {98}] and len(parts) == 2
+    (tmp_path / "more.txt").write_text("c")
+    assert len(splits_of(tmp_path)) == 3, "all are one text"
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("vocabulary", ["50257", "128256"])
 def test_files_of_other_types_are_refused_by_their_type(folder, split, vocabulary):
@@ -122,9 +132,9 @@ def test_tokens_outside_the_vocabulary_and_files_shorter_than_a_sample_are_refus
     splits_of(folder, "-num_classes", "1100")
     for count in (1, 16):
         np.arange(count, dtype=np.uint16).tofile(folder / f"{split}.bin")
-        assert f"a split of {count} tokens has no such sample" in refusal(folder)
+        assert f"{split} has {count} tokens, and a sample needs" in refusal(folder)
     for length in ("0", "-3"):
-        assert f"-tokens_length {length}: a split of " in refusal(folder, "-tokens_length", length)
+        assert f"-tokens_length {length}: train has " in refusal(folder, "-tokens_length", length)
 
 
 @pytest.mark.parametrize("form", ["train_{}.bin", "fineweb-train-{}.bin", "training{}.bin", "train/{}.bin"])

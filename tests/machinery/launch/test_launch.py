@@ -17,6 +17,7 @@ import yaml
 from command_line import parsed, plugin_folder
 from processes import ROOT
 
+import train
 from lib import launch
 from lib.launch import local
 from lib.utils.errors import STOPPED
@@ -26,6 +27,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its ru
 STEPS = 60  # of three epochs
 STRAY = {"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}  # left over from another program
 SOON_S = 30  # seconds until a failed run has ended, on a machine with other work
+
+
+def test_a_thread_that_gets_no_signals_is_refused(capfd):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train.main, ["-cpu", "1"]).result() == 2
+    assert "train.py: train.main runs in the main thread alone" in capfd.readouterr().err
 
 
 def test_a_single_process_runs_in_the_parent_so_that_breakpoint_works(start):

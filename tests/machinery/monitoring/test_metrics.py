@@ -14,6 +14,7 @@ from torch import nn
 
 from lib.utils.compat.metrics_tracker import MetricsTracker
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 from lib.utils.monitoring import metrics
 
 
@@ -72,7 +73,7 @@ def test_a_sum_that_overflows_or_is_nan_is_no_error():
 
 
 def test_a_metric_that_is_not_a_scalar_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'logits'.*\(3,\)"):
+    with pytest.raises(UsageError, match=r"'logits'.*\(3,\)"):
         MetricsTracker().update({"logits": torch.ones(3)}).reduce()
 
 

@@ -116,6 +116,60 @@ class Plateau(trainer.Trainer):
         pass
 
 
+class HalfMomentum(torch.optim.Optimizer):
+    """Keeps its momentum in 16 bits, its scale in 64, and a count that belongs to no parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+        self.state["all"]["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["all"]["steps"] += 1
+        for group in self.param_groups:
+            for one in group["params"]:
+                memory = self.state[one]
+                last = memory.get("momentum", torch.zeros_like(one)).float()
+                scale = memory.get("scale", [torch.zeros((), dtype=torch.float64)])[0]
+                memory["momentum"], memory["scale"] = (0.9 * last + one.grad).bfloat16(), [scale + 1 / 3]
+                one -= group["lr"] / scale.clamp_min(1).float() * memory["momentum"].float()
+
+
+class Regroups(trainer.Trainer):
+    """Takes away its first group after an epoch, and moves a bias to a new one after another."""
+
+    def on_epoch_end(self):
+        groups = self.optimizer.param_groups
+        if self.state.epoch == 1:
+            for one in groups.pop(0)["params"]:
+                del self.optimizer.state[one]
+        if self.state.epoch == 2:
+            self.optimizer.add_param_group({"params": [groups[0]["params"].pop()], "lr": 0.01})
+
+
+class Merges(nn.Linear):
+    """Adds its second weight to the first in evaluations, as LoRA's layers do."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.more, self.merged = nn.Parameter(torch.zeros(sizes[::-1])), False
+
+    @torch.no_grad()
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            self.weight += -self.more if mode else self.more
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight if self.merged else self.weight + self.more, self.bias)
+
+
+def merging_net(args):
+    return nn.Sequential(nn.Flatten(), Merges(64, 4))
+
+
 class OwnStep(trainer.Trainer):
     def optimizer_step(self):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -157,7 +211,9 @@ def with_change(change):
 
 
 FROZEN_NORM = with_change(lambda self: self.model[2].eval())
+HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
 EDITS = (OwnStep, HalvesRate, GradientNoise, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
+EDITS += (HALF_STATE, Regroups)
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -171,6 +227,13 @@ def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit
     if edit is EvaluatesInBetween:
         assert {"train/sure", "val/sure", "test/sure"} <= sure.keys() and min(sure.values()) > 0.25
         assert max(sure.values()) < 1, "a mean over the samples"
+
+
+def test_a_layer_that_merges_weights_in_evaluations_is_trained_after_them(tmp_path):
+    with plugins(arch={"merging": merging_net}):
+        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -arch merging")
+    first, last = (tensors(one)["model.1.more"] for one in sorted((alone / "checkpoints").iterdir()))
+    assert (first != last).all()
 
 
 class OwnRates(trainer.Trainer):
@@ -278,7 +341,7 @@ def test_a_parameter_with_a_gradient_that_no_optimizer_trains_is_named(engine, t
 
 def with_buffer(made):
     model = plain_net()
-    model[1].register_buffer("mask", made)
+    (model[1].register_parameter if isinstance(made, nn.Parameter) else model[1].register_buffer)("mask", made)
     return model
 
 
@@ -286,13 +349,16 @@ def with_buffer(made):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (torch.zeros(1).expand(4), "the buffer 1.mask is sparse or expanded"),
-        (torch.eye(4).to_sparse(), "the buffer 1.mask is sparse or expanded"),
+        (torch.zeros(1).expand(4), "1.mask is sparse or expanded"),
+        (torch.eye(4).to_sparse(), "1.mask is sparse or expanded"),
         (torch.zeros(2, dtype=torch.complex64), "1.mask is of torch.complex64"),
+        (nn.Parameter(torch.zeros(1).expand(4)), "1.mask is sparse or expanded"),
+        (nn.Parameter(torch.empty(4, device="meta")), "1.mask has no values yet"),
+        (nn.UninitializedParameter(), "1.mask has no values yet"),
     ],
-    ids=["expanded", "sparse", "complex"],
+    ids=["expanded", "sparse", "complex", "expanded parameter", "meta", "lazy"],
 )
-def test_buffers_that_no_checkpoint_can_hold_are_refused_by_name(made, message, cpu, refused):
+def test_tensors_that_no_checkpoint_can_hold_are_refused_by_name(made, message, cpu, refused):
     with plugins(arch={"odd": lambda args: with_buffer(made)}):
         assert message in refused(f"{FLAGS} -arch odd -cpu {cpu}")
 
@@ -310,6 +376,12 @@ def unused_net(args):
     model = plain_net()
     model[1].idle = nn.Linear(2, 2)
     return model
+
+
+def test_parameters_that_no_gradient_reaches_are_named_once(tmp_path):
+    with plugins(arch={"unused": unused_net}):
+        said = log_of(run(tmp_path, f"{FLAGS} -arch unused -cpu 2"))
+    assert said.count("no step has trained 1.idle.weight (2 in all): no gradient reached it") == 1
 
 
 def test_a_model_that_ddp_or_fsdp_cannot_train_is_one_line(refused):
@@ -428,7 +500,7 @@ class Keeps(trainer.Trainer):
     def training_step(self, batch):
         self.teacher.eval()
         loss = super().training_step(batch)
-        self.running = 0.9 * self.running + 0.1 * loss.item()
+        self.last, self.running = loss, 0.9 * self.running + 0.1 * loss.item()
         self.history.append(self.state.step)
         self.average.update(self.model)
         self.phase = f"phase {self.state.step}"
@@ -442,7 +514,7 @@ class Keeps(trainer.Trainer):
         self.schedule["start"] *= 0.5
 
 
-KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history phase running schedule".split()]
+KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
 KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
 
 
@@ -610,6 +682,7 @@ FROZEN_IN_DDP = with_change(lambda self: parallel_free(self.model)[1].requires_g
 STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
 OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
+LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
     (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
@@ -618,6 +691,8 @@ REFUSED = [  # flags and what is said
     (STRAY, "-cpu 1", OF_NOBODY),
     (ODD_GROUP, "-cpu 1", "optim.groups.0.odd is a object"),  # no file can hold it
     (LateTeacher, "-cpu 1", "trainer.teacher was made or replaced after the start"),
+    (LISTED, "-cpu 1", "self.optimizer is a list, no torch.optim.Optimizer"),
+    (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
     (NoNorm, "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (Renames, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
