@@ -99,6 +99,8 @@ def read(*paths: Path) -> list[dict[str, Tensor]]:
     """Return the tensors of checkpoints, of runs' newest ones, or of weights files; with a file only the model's."""
     found = []
     for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path}: no such run, checkpoint or file")
         newest = run_folder.list_checkpoints(path / "checkpoints")[:1]
         folder = newest[0] if newest else path
         if folder.is_file():

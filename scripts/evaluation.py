@@ -40,6 +40,9 @@ def evaluate(trainer: "Trainer") -> str:
         folder.mkdir(parents=True, exist_ok=True)
         run_folder.check_owner(folder)
         text = json.dumps({"weights": str(path), "time": time.strftime("%Y-%m-%d %H:%M:%S"), **figures}, indent=2)
-        atomic.write_file(folder / "eval.json", text + "\n")
-        log.info("written:     %s", folder / "eval.json")
+        try:
+            atomic.write_file(folder / "eval.json", text + "\n")
+            log.info("written:     %s", folder / "eval.json")
+        except OSError as error:
+            log.warning("not written: %s", error)
     return "finished"

@@ -82,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"-{given[0]} is for -format onnx and torchexport")
         if options.fixed and options.resize:
             raise UsageError("-fixed and -resize: the one takes no other size, the other any")
+        if not file.parent.is_dir() or file.is_dir():
+            raise UsageError(f"-o {file}: it must be a file in a folder that is there")
         source = place(options.run, options.source)
         tensors = read(source)
         with atomic.new_version(file) as partial:
@@ -102,7 +104,8 @@ def place(run: Path, source: str | None) -> Path:
     if not source:
         weights.find(run)  # UsageError if the best ones are lost
     newest = run_folder.list_checkpoints(run / "checkpoints")[:1]
-    wanted = [files.get(source, Path(source))] if source else [*files.values(), *newest]
+    given = [files.get(source, Path(source)), Path(source, weights.FILE)] if source else []
+    wanted = given or [*files.values(), *newest]
     found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
     if found is None:
         raise UsageError(

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_device(args.device)
         model = load(args.run, args.device)
-        config_of_run = config.parse_args(["-cfg", str(args.run / "config.yaml")], describe=False)
+        config_of_run = flags_of(args.run)
         transform = plugins.load("dataset", config_of_run.dataset).get_transform(config_of_run)
         rows = list(answers(transform, model, [*files(args.files), *args.text]))
         if not rows:
@@ -73,13 +73,21 @@ def main(argv: list[str] | None = None) -> int:
     return FAILED if failed else FINISHED
 
 
+def flags_of(run: str | Path) -> config.Args:
+    """Return the flags of a run. Raises UsageError if this is no run's folder."""
+    file = Path(run) / "config.yaml"
+    if not file.is_file():
+        raise UsageError(f"{run} is no run's folder: it has no config.yaml")
+    return config.parse_args(["-cfg", str(file)], describe=False)
+
+
 def load_model(run: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """Return a run's model with its best weights, or where there are none its final ones, for evaluation, frozen.
 
     As a teacher in a trainer's __init__ take its forward, a function: no checkpoint holds it. The run's data is not
     needed. Raises UsageError if the run has no such weights.
     """
-    args = config.parse_args(["-cfg", str(Path(run) / "config.yaml")], describe=False)
+    args = flags_of(run)
     best = weights.find(Path(run))
     if best is None:
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
@@ -97,9 +105,8 @@ def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list]
     The weights are the run's best ones, or where there are none, its final ones. The run's data is needed only if it
     alone shows which parameter of `forward` gets the input. Raises UsageError if the model takes more than one.
     """
-    file = Path(run) / "config.yaml"
-    args = config.parse_args(["-cfg", str(file)], describe=False)
-    names = yaml.safe_load(file.read_text())["about"].get("classes", [])
+    args = flags_of(run)
+    names = yaml.safe_load((Path(run) / "config.yaml").read_text())["about"].get("classes", [])
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -230,7 +231,7 @@ def create(args: argparse.Namespace) -> str:
     if new_plugins != [""]:  # not the template's: another version has none of them
         project.write(new_plugins, folder)
         commit(folder, "New plugins", "-p", "HEAD")
-    return f"{folder} is there; try: cd {folder}; ./scripts/train.sh; ./scripts/test.sh"
+    return f"{folder} is there; try: cd {shlex.quote(str(folder))}; ./scripts/train.sh; ./scripts/test.sh"
 
 
 def read_choices(file: Path) -> dict:

@@ -31,6 +31,9 @@ def new_version(path: Path) -> Iterator[Path]:
     try:
         yield partial
         publish(partial, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # the name that people know
+        raise
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()  # there still if anything failed
