@@ -46,8 +46,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     if loss is not None:
         if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not got_targets:
             found = "the model got no targets and returns a number next to outputs: is it the whole loss, or a part?"
-            hint = 'Return {"loss": number} for the whole; sum parts in a trainer: python scripts/new.py trainer NAME'
-            raise UsageError(f"{found} {hint}")
+            raise UsageError(f'{found} Return {{"loss": number}} for the whole; sum parts in a trainer of yours')
         # Without the targets, outputs need not be predictions (an autoencoder's are not). With rows of
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1

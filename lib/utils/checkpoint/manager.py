@@ -160,9 +160,7 @@ class Checkpoints:
         atomic.publish(save.partial, save.folder)
         self.took_s = time.monotonic() - self.saved_at
         removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
-        first_of_hour = {}
-        for folder in removable:  # from the newest to the oldest
-            first_of_hour[folder.stat().st_mtime // 3600] = folder
+        first_of_hour = {folder.stat().st_mtime // 3600: folder for folder in removable}  # the oldest come last
         hourly = [folder for hour, folder in first_of_hour.items() if hour > time.time() // 3600 - self.keep_hours]
         for folder in removable[self.keep_last :]:
             if folder not in hourly:

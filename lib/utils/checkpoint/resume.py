@@ -79,14 +79,12 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     origin = args.resume or (start or {}).get("resume")
     other = Path(os.path.realpath(origin)) if origin else None
     if other and Path(os.path.realpath(own)) in other.parents:
-        hint = "to start from an older one, give the new run another -model"
-        raise UsageError(f"-resume {origin}: this run resumes from its newest checkpoint by itself; {hint}")
+        raise UsageError(f"-resume {origin} is of this run: to start from an older checkpoint, take another -model")
     past = find_newest_good(own, world, leave_out=run_folder.is_reset_due(args, world))
     if past is None and other:
         past = find_newest_good(other, world)
         if past is None:
-            hint = "give a run's folder or one of its checkpoints"
-            raise UsageError(f"-resume {origin}: there is no checkpoint; {hint}")
+            raise UsageError(f"-resume {origin}: there is no checkpoint; give a run's folder or a checkpoint")
         past.manifest["state"]["best"] = None  # its weights are not here
     return past
 
