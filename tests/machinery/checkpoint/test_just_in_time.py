@@ -203,9 +203,7 @@ def test_what_one_rank_alone_has_counted_since_the_last_line_is_null(truth, tmp_
         ("-trainer counting", "a counter, a queue or a teacher"),
     ],
 )
-def test_where_a_process_may_lack_a_part_the_run_continues_from_its_last_save(
-    more, reason, truth, tmp_path, monkeypatch
-):
+def test_where_a_process_may_lack_a_part_the_last_save_counts(more, reason, truth, tmp_path, monkeypatch):
     folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)}, size=2, more=more)
     assert steps(folder)[0] == 6 and reason in log_of(folder)
 

@@ -116,9 +116,7 @@ def other(tmp_path):
     process.join(60)
 
 
-def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(
-    other, tmp_path, capsys, monkeypatch, caplog
-):
+def test_a_second_run_in_a_folder_is_refused_until_the_first_ends(other, tmp_path, capsys, monkeypatch, caplog):
     out = tmp_path / "out"
     before = runs.outcome(out / "same")
     assert before["state"] == "running" and before["pid"] == other.pid

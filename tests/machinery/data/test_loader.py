@@ -86,9 +86,7 @@ def test_a_step_is_cut_into_full_micro_batches_and_a_short_step_into_parts_of_at
 
 @STEADY
 @given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), round_robin=st.booleans())
-def test_all_ranks_together_see_each_sample_once_in_torchs_order_in_equal_shares(
-    plan, ranks, seed, epoch, shuffle, round_robin
-):
+def test_ranks_see_each_sample_once_in_torchs_order_in_equal_shares(plan, ranks, seed, epoch, shuffle, round_robin):
     shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, round_robin=round_robin)
     seen = [index for key in without_padding(shares) for index in key.indices]
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
@@ -135,9 +133,7 @@ def test_an_epoch_resumes_at_any_step_on_any_number_of_ranks(plan, ranks, others
     ("nodes", "before", "micro"),
     [(None, None, 32), ("1:4", None, 8), ("4", None, 8), ("1:4", 16, 16), (None, 16, 16), ("1:4", 48, 48)],
 )
-def test_the_default_micro_batch_fits_the_largest_number_of_processes_or_is_that_of_the_first_start(
-    nodes, before, micro, monkeypatch
-):
+def test_the_default_micro_batch_fits_the_most_processes_or_is_the_first_starts(nodes, before, micro, monkeypatch):
     """With two processes on this machine and a batch of 64, also where 48 does not divide it."""
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "9", "PET_NNODES": nodes}.items() if nodes else ():

@@ -128,9 +128,7 @@ def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, mon
     assert shown and refused
 
 
-def test_the_dataset_of_torchvision_in_the_page_has_the_splits_and_the_augmentation_that_it_says(
-    tmp_path, monkeypatch
-):
+def test_the_torchvision_dataset_in_the_page_has_its_splits_and_augmentation(tmp_path, monkeypatch):
     tiny_data.make_cifar10(tmp_path, monkeypatch)
     code = {}
     exec(FILES["lib/dataset/cifar10.py"], code)

@@ -528,9 +528,7 @@ PARTED = "model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all
         (Parts, "-cpu 3 -deterministic no", PARTED),
     ],
 )
-def test_what_differs_between_the_ranks_is_an_error_that_names_tensor_ranks_and_step(
-    edit, more, message, tmp_path, capfd
-):
+def test_what_differs_between_the_ranks_is_an_error_that_names_it(edit, more, message, tmp_path, capfd):
     with plugins(trainer={"edit": edit}):
         folder = run(tmp_path, f"{FLAGS} -trainer edit {more}", wanted=1)
     for said in (outcome(folder)["reason"], capfd.readouterr().err):

@@ -131,9 +131,7 @@ ALONE = {  # samples and flags: what is said
 
 
 @pytest.mark.parametrize(("samples", "flags", "message"), ALONE.values(), ids=ALONE)
-def test_a_batch_of_one_that_batchnorm_cannot_train_on_is_said_in_the_first_pass(
-    samples, flags, message, tmp_path, capfd
-):
+def test_a_single_sample_that_batchnorm_cannot_train_on_is_said(samples, flags, message, tmp_path, capfd):
     with plugins(dataset={"odd": lambda args: few(args, samples)}, arch={"places": norm_over_places}):
         folder = run(tmp_path, f"{FLAGS} {flags} -model rows", wanted=2)
         assert "step" not in outcome(folder) and not list(folder.glob("checkpoints/*"))
