@@ -5,12 +5,12 @@ import itertools
 import multiprocessing
 import random
 import time
-import types
 
 import numpy as np
 import pytest
 import torch
 import truth
+from command_line import parsed
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from items import Items
@@ -41,12 +41,6 @@ def plans(draw):
 def new_loader(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, round_robin=False):
     world = World(rank=rank, size=ranks)
     return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, round_robin=round_robin)
-
-
-def flags(val_workers=None):
-    """The flags that `open_loaders` reads."""
-    given = {"workers": 2, "val_workers": val_workers, "shuffle": False, "shuffle_block": 1}
-    return types.SimpleNamespace(seed=0, debug=False, parallel="ddp", **given)
 
 
 def all_shares(plan, ranks, epoch=0, first_step=0, **options):
@@ -138,9 +132,7 @@ def test_the_default_micro_batch_fits_the_most_processes_or_is_the_first_starts(
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "9", "PET_NNODES": nodes}.items() if nodes else ():
         monkeypatch.setenv(name, value)
-    args = types.SimpleNamespace(
-        batch_size=64, batch_per_gpu=None, micro_batch=None, drop_last=False, deterministic=None, steps=None, epochs=1
-    )
+    args = parsed("-batch_size 64")
     config = {"batch_size": 64, "batch_per_gpu": None, "micro_batch": before}
     plan = resume.plan(args, {"samples": 1000}, World(size=2, local_size=2), config if before else {})
     assert (plan.samples, plan.batch, plan.micro) == (1000, 64, micro)
@@ -185,7 +177,7 @@ def test_an_epoch_that_is_left_early_does_not_affect_the_next(workers):
 
 def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds, for each process
-    args = flags()
+    args = parsed("-workers 2 -shuffle no")
     before = multiprocessing.active_children()
     for data in (Items([0] + 19 * [lambda: time.sleep(600)]), ROWS):
         with (
@@ -199,14 +191,6 @@ def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
             1 / 0  # noqa: B018
         assert not any(child.is_alive() for child in children)
     assert set(multiprocessing.active_children()) <= set(before)
-
-
-def test_evaluation_has_its_own_number_of_loader_processes():
-    splits = dict.fromkeys(("train", "val", "test"), ROWS)
-    for val_workers, wanted in {None: [2, 2, 2], 0: [2, 0, 0], 1: [2, 1, 1]}.items():
-        with loader.open_loaders(splits, Plan(20, 1, 1), World(), flags(val_workers=val_workers)) as loaders:
-            found = [one.fetcher.loader for one in loaders.values()]
-        assert [getattr(one, "num_workers", 0) for one in found] == wanted
 
 
 # Randomness
