@@ -190,10 +190,7 @@ def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def check_probabilities(criterion: nn.Module) -> None:
-    """Raise UsageError if a batch since the last call had floats as targets that are no probabilities.
-
-    torch would compute a loss from them all the same. Waits for the device.
-    """
+    """Raise UsageError for float targets, in any batch until now, that are no probabilities. Waits for the device."""
     if isinstance(criterion, CrossEntropy) and criterion.found_odd:
         found = "rows that do not sum to 1, as several labels a sample, or are negative"
         raise UsageError(f"{TAKES}; these floats are {found}")

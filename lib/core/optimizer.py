@@ -86,10 +86,7 @@ def read_options(words: list[str]) -> dict[str, Any]:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors.
-
-    A group may have an "lr" of its own, or an "lr_scale", by which each step multiplies the learning rate.
-    """
+    """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

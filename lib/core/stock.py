@@ -75,10 +75,7 @@ class Engine:
 
     @torch.no_grad()
     def sum_gradients(self) -> Tensor:
-        """Sum the gradients of parameters that neither DDP nor FSDP knows, over all ranks.
-
-        Returns the figures of all micro-batches, (micro-batches, 2).
-        """
+        """Sum gradients that neither DDP nor FSDP knows; return all micro-batches' figures, (number, 2)."""
         if self.world.size == 1:
             return self.figures
         for module in self.modules:

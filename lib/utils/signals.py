@@ -12,10 +12,7 @@ OUTSIDE = "{} before or after the training: stopped at once, as there was nothin
 
 
 def exit_on_signal() -> contextlib.AbstractContextManager:
-    """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop.
-
-    There is nothing to save before and after the training.
-    """
+    """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop."""
     own = os.getpid()
 
     def leave(number: int, frame: object) -> None:

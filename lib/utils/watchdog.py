@@ -1,7 +1,4 @@
-"""Says what a process waits for, ends it when it hangs, and stops it when its torchrun agent is gone.
-
-It watches from a process's first moment to its last. `begin` and `moved` say how far this process is.
-"""
+"""Says what a process waits for, ends it when it hangs, and stops it when its torchrun agent is gone."""
 
 import contextlib
 import faulthandler

@@ -68,16 +68,9 @@ class Checkpoints:
     def save(self, tensors: dict[str, Tensor], facts: dict, *, step: int, keep: bool = False) -> None:
         """Begin a checkpoint: copy the tensors, and write the copies in the background.
 
-        The tensors may change as soon as this returns. A save that is still in flight is waited for.
-
-        Args:
-            tensors: the live tensors by name.
-            facts: entries of the manifest (JSON), which must not change later.
-            step: the optimizer step, for the name.
-            keep: spare it from removal.
-
-        Raises RuntimeError if saving fails for good, as no run continues without; OSError if another process has the
-        run's folder.
+        The tensors may change as soon as this returns, but not the `facts`, entries of the manifest. A save that is
+        still in flight is waited for. `keep` spares this one from removal. Raises RuntimeError if saving fails for
+        good, as no run continues without; OSError if another process has the run's folder.
         """
         run_folder.check_lock(self.folder.parent)
         self.finish()

@@ -1,7 +1,4 @@
-"""Weights alone, in a file that every reader of safetensors takes: written, read, and started from.
-
-scripts/other_weights.py reads the files and names of other programs.
-"""
+"""Weights alone, in a file that every reader of safetensors takes: written, read, and started from."""
 
 from collections.abc import Callable
 from pathlib import Path

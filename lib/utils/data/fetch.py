@@ -233,15 +233,12 @@ def shared_memory_hint() -> str:
 
 
 def count_workers(args: Namespace, split: str, dataset: MapDataset, world: World) -> int:
-    """Return the number of a split's loader processes: by the flags, else this process's share of the cores but one.
-
-    Without -workers it is 0 for datasets of whole batches and models on the CPU, which they would only slow down.
-    """
+    """Return the number of a split's loader processes: by the flags, or its share of the cores but one."""
     if args.debug:
         return 0
     flag = args.workers if split == "train" or args.val_workers is None else args.val_workers
     if flag is not None:
         return flag
-    if world.device.type == "cpu" or has_whole_batches(dataset):
+    if world.device.type == "cpu" or has_whole_batches(dataset):  # they would only slow these down
         return 0
     return max(1, min(WORKERS, runtime.cores_per_process(world) - 1))
