@@ -50,8 +50,7 @@ class Engine:
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
         """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.
 
-        `figures` (2,), its mean loss and its number of targets, are for all ranks. Raises UsageError in the last pass
-        if DDP could not see all parameters: replicas would part without a word.
+        Raises UsageError in the last pass if DDP could not see all parameters: replicas would part without a word.
         """
         (loss * self.loss_scale).backward()
         if micro_batch.first:

@@ -57,7 +57,6 @@ class Checkpoints:
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         """Raise UsageError if saves with these tensors, those of all modules, could never be written."""
-        shards.schema(tensors)
         out, size = self.folder.parent.parent, ADAM * sum(tensor.nbytes for tensor in tensors.values())
         if not self.world.shares_disk and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
