@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,6 @@ def choose_threads(args: Namespace, world: World, saved: int | None) -> None:
     wanted = args.threads or saved or distributed.user_threads() or cores_per_process(world)
     count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
     torch.set_num_threads(count)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread in the block, as torch's loader processes do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def cores_per_process(world: World) -> int:

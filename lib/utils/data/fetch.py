@@ -154,9 +154,10 @@ class Fetch(Dataset):
         epoch, micro_batch = key
         rows = [index % self.length for index in micro_batch.indices]
         self.current = rows  # for error messages: what is being fetched, one sample or several
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as torch's loader processes do: sums by another number have other bits
         try:
-            # As torch's loader processes do, with one thread: sums by another number have other bits.
-            with no_exit(), runtime.one_thread():  # sys.exit would end a worker without a message
+            with no_exit():  # sys.exit would end a worker without a message
                 if set_epoch := option(self.dataset, "set_epoch"):
                     seeding.seed(seeding.SAMPLE, self.seed, epoch)
                     set_epoch(epoch)
@@ -170,6 +171,8 @@ class Fetch(Dataset):
                 return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes
             raise RuntimeError(f"{text} (while {place})") from error
+        finally:
+            torch.set_num_threads(threads)
 
     def _read(self, epoch: int, indices: list[int], rows: list[int]) -> Any:
         """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""

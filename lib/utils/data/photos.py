@@ -27,8 +27,8 @@ _decode = operator.methodcaller("load")
 
 def find(folder: Path) -> tuple[list[str], Counter[str]]:
     """Return the images below a folder, in order, and how many other files there are of each ending."""
-    images, others = [], Counter()
-    for root, folders, names in os.walk(folder, onerror=_fail):
+    images, others, failed = [], Counter(), []
+    for root, folders, names in os.walk(folder, onerror=failed.append):
         folders[:] = [name for name in folders if not files.is_debris(name)]
         others.update("link to a folder" for name in folders if Path(root, name).is_symlink())
         for name in names:
@@ -37,6 +37,8 @@ def find(folder: Path) -> tuple[list[str], Counter[str]]:
                 images.append((root, name))
             elif not files.is_debris(name):
                 others[ending or "no ending"] += 1
+    if failed:
+        raise failed[0]
     return [str(Path(*one)) for one in sorted(images)], others
 
 
@@ -114,7 +116,3 @@ def to_8_bits(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:  # the colours of transparent pixels are arbitrary
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image
-
-
-def _fail(error: OSError) -> None:
-    raise error
