@@ -82,12 +82,9 @@ class Stop:
             self.agreed = Request(f"-limit_steps {limit} is reached")
 
     def tick(self, training: bool) -> bool:
-        """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation.
-
-        Their speeds differ, so the first tick after a change from one to the other votes.
-        """
+        """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation."""
         self.ticks += 1
-        if self.training != training:
+        if self.training != training:  # their speeds differ: the first tick after a change votes
             self.training, self.ticks, self.vote_at = training, 1, 1
         self.voted = self.world.size == 1 or self.ticks >= self.vote_at
         if not self.voted:

@@ -22,10 +22,7 @@ SAY_AFTER_S = 30.0  # without a movement; then after twice as long, and so on
 
 
 class Watchdog:
-    """A thread that looks at the progress of this process.
-
-    It cannot run while another thread keeps Python's lock, as in a page fault on a dead disk.
-    """
+    """A thread that looks at the progress of this process, unless another one keeps Python's lock."""
 
     def __init__(self, minutes: float):
         self.minutes, self.interval_s = minutes, min(MAX_INTERVAL_S, minutes * 60 / 12)

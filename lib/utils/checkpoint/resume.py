@@ -42,10 +42,7 @@ class Past:
 
 
 def read_start(args: "Args", world: World) -> dict:
-    """Return what the run's first start settled (`start_facts`), {} for a new run. All ranks call this.
-
-    A run that is killed before its first save keeps it.
-    """
+    """Return what the run's first start settled, even if it never saved; {} for a new run. All ranks call this."""
     path = run_folder.path_of(args) / "start.json"
 
     def read() -> dict:
@@ -273,10 +270,7 @@ def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
 
 
 def best_weights(past: Past, world: World) -> dict[str, Tensor]:
-    """Return the best weights next to a checkpoint, on writers, if a node may lack them. All ranks call this.
-
-    If they are lost, they are forgotten: the next evaluation counts as the best.
-    """
+    """Return the best weights on writers, if a node may lack them; forget lost ones. All ranks call this."""
     file = past.folder.parents[1] / "best" / "weights.safetensors"
 
     def read() -> tuple[str, dict[str, Tensor]]:

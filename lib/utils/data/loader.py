@@ -129,7 +129,7 @@ def open_loaders(
                 seed=args.seed,
                 shuffle=args.shuffle and name == "train",
                 workers=fetch.count_workers(args, name, part, world),
-                round_robin=args.parallel == "fsdp",
+                round_robin=args.parallel == "fsdp",  # sharded models compute in turns of all ranks
                 block=args.shuffle_block,
             )
             stack.callback(loaders[name].fetcher.close)
