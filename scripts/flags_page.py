@@ -20,8 +20,7 @@ PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to on
 INTRODUCTION = """# Which flags are there?
 
 `python train.py -h` shows these flags and those of the chosen plugins. In parentheses: the defaults of the default
-run. A run does not continue with another value of a flag, unless
-[`-allow_change FLAG`](resume.md#what-may-change-between-two-starts) names it or it has a mark:
+run. In a run only flags with a mark [may change](resume.md#what-may-change-between-two-starts):
 
 - *allowed*: the run takes the new value.
 - *once*: the flag counts for one start, and config.yaml does not keep it.

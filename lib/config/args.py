@@ -109,13 +109,10 @@ def new_parser() -> Parser:
 
 
 def drop_replaced(entries: dict[str, list[str]], given: set[str], dataset: str) -> dict[str, list[str]]:
-    """Return the entries of a -cfg file without those that the command line replaces.
-
-    They are the other one of a pair and, if it names another dataset, what the old one sets.
-    """
+    """Return the entries of a -cfg file without those that the command line replaces by other flags."""
     replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
     replaced.update(["weights"] if "eval" in given else ())  # -eval then takes the run's own
-    replaced.update(DATA_FLAGS if entries.get("dataset", [dataset]) != [dataset] else ())
+    replaced.update(DATA_FLAGS if entries.get("dataset", [dataset]) != [dataset] else ())  # which that one sets
     return {key: values for key, values in entries.items() if key not in replaced}
 
 

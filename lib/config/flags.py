@@ -120,8 +120,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
 
     group("optimization", "refuse")
     add("-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop; muon: and AdamW for the rest", "adamw")
-    option = "option of the optimizer, as betas=0.9,0.95 or nesterov=yes; repeatable"
-    add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
+    add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), "an option of it, as betas=0.9,0.95; repeatable")
     add("-lr_schedule", {"choices": (*scheduler.BY_NAME,)}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
@@ -137,8 +136,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_hours", COUNT_OR_0, "also keep the first checkpoint of each of the last N hours", 0)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
-    best = "val metric of the best weights: f1, mae:min, val_clean/f1 (accuracy, else loss)"
-    add("-best", value(types.metric, "METRIC"), best)
+    add("-best", value(types.metric, "METRIC"), "val metric of the best weights, as mae:min (accuracy, else loss)")
     add("-stop_after", COUNT, "early stopping after N validations without a better -best")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")
@@ -149,8 +147,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare the weights", on_resume="forget")
     add("-check_data", SWITCH, "open all samples, and list those that cannot be read", on_resume="forget")
-    again = "start again, up to N times, after a rank was killed"
-    add("-restarts", COUNT_OR_0, again, 0, on_resume="forget")
+    add("-restarts", COUNT_OR_0, "start again, up to N times, after a rank was killed", 0, on_resume="forget")
     add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes", 10.0)
 
     group("machine", "allow")

@@ -18,6 +18,7 @@ from lib.utils.errors import UsageError, load_optional, no_exit, suggest
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTURE = r".+=[^/,{}]+,.+|.+,.+=[^/,{}]+"  # as A=0.3,B=0.7
+DEFINITIONS = ast.FunctionDef, ast.ClassDef
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are read
 
 
@@ -80,8 +81,10 @@ def needed_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
 
     Raises LookupError if they use anything else, as a constant: only the whole file shows what it is.
     """
+    # A definition binds its name, and any other statement may bind all names in it.
+    bound = {one: {one.name} if isinstance(one, DEFINITIONS) else names_in(one) for one in statements}
     kept, wanted = [], {"add_args", "describe", "annotations", "*"}  # __future__ changes how the rest is read
-    while more := [one for one in statements if one not in kept and bound_names(one) & wanted]:
+    while more := [one for one in statements if one not in kept and bound[one] & wanted]:
         kept += more
         wanted = wanted.union(*map(names_in, more))
     functions_and_imports = (ast.FunctionDef, ast.Import, ast.ImportFrom)
@@ -90,14 +93,9 @@ def needed_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
     return [one for one in statements if one in kept]
 
 
-def bound_names(statement: ast.stmt) -> set[str]:
-    """Return the name that a definition binds, or all names in another statement."""
-    return {statement.name} if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else names_in(statement)
-
-
 def names_in(node: ast.AST) -> set[str]:
     """Return all names in a piece of code but those of attributes and parameters."""
     nodes = list(ast.walk(node))
     used = {each.id for each in nodes if isinstance(each, ast.Name)}
     imported = {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
-    return used | imported | {each.name for each in nodes if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+    return used | imported | {each.name for each in nodes if isinstance(each, DEFINITIONS)}

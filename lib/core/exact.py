@@ -87,10 +87,7 @@ class Engine:
             add_leaf(self.nodes, micro_batch.number, [*dense, flags, *self.shares])
 
     def sum_gradients(self) -> Tensor:
-        """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks.
-
-        Returns the figures of all micro-batches, (micro-batches, 2).
-        """
+        """Set each gradient to the sum over all micro-batches of the step; return their figures, (number, 2)."""
         for scatter in self.scatters:
             if scatter.nodes:  # no sum is whole: the last micro-batches skipped the block
                 raise UsageError(SKIPPED.format(scatter.name))

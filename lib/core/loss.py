@@ -46,8 +46,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     if loss is not None:
         if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not got_targets:
             found = "the model got no targets and returns a number next to outputs: is it the whole loss, or a part?"
-            hint = 'Return {"loss": number} for the whole; sum parts in a trainer: python scripts/new.py trainer NAME'
-            raise UsageError(f"{found} {hint}")
+            raise UsageError(f'{found} Return {{"loss": number}} for the whole; sum parts in a trainer of yours')
         # Without the targets, outputs need not be predictions (an autoencoder's are not). With rows of
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
@@ -191,10 +190,7 @@ def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def check_probabilities(criterion: nn.Module) -> None:
-    """Raise UsageError if a batch since the last call had floats as targets that are no probabilities.
-
-    torch would compute a loss from them all the same. Waits for the device.
-    """
+    """Raise UsageError for float targets, in any batch until now, that are no probabilities. Waits for the device."""
     if isinstance(criterion, CrossEntropy) and criterion.found_odd:
         found = "rows that do not sum to 1, as several labels a sample, or are negative"
         raise UsageError(f"{TAKES}; these floats are {found}")

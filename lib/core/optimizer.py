@@ -86,10 +86,7 @@ def read_options(words: list[str]) -> dict[str, Any]:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors.
-
-    A group may have an "lr" of its own, or an "lr_scale", by which each step multiplies the learning rate.
-    """
+    """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
@@ -115,14 +112,11 @@ def parameters_of(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]
 
 
 def clip(parameters: list[nn.Parameter], limit: float, exact: bool) -> Tensor:
-    """Return the norm of the whole gradient, 0-d, the same on all ranks; cut a longer one to `limit` (0: never).
-
-    `exact`: sharded gradients are gathered, one at a time, so that the norm has the bits of whole ones.
-    """
+    """Return the norm of the whole gradient, 0-d, the same on all ranks; cut a longer one to `limit` (0: never)."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), device=parameters[0].device if parameters else None)
-    if exact:
+    if exact:  # each is gathered in turn, so that the norm has the bits of whole ones
         norms = [torch.linalg.vector_norm(_whole(gradient)) for gradient in gradients]
     else:  # torch takes no mixture
         parts = [[one for one in gradients if is_sharded(one) == sharded] for sharded in (True, False)]
@@ -141,10 +135,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
-    """Take one step, or none if the norm of the gradient is not finite.
-
-    On a GPU the fused kernels decide, and nobody waits for the answer. Other optimizers wait for it.
-    """
+    """Take one step, or none if the norm is not finite. On a GPU fused kernels decide that, and nobody waits."""
     if norm.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["found_inf"] = (~torch.isfinite(norm)).float()  # their own switch, as GradScaler uses it
         optimizer.step()

@@ -130,8 +130,7 @@ def compare(tensors: dict[str, Tensor], marks: dict[str, Any], world: World, ste
     if parted:
         name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
         fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}"
-        advice = "Each process must change weights, buffers and states in the same way"
-        raise RuntimeError(f"{fault}; at step {agreed} all were the same. {advice}")
+        raise RuntimeError(f"{fault}; at step {agreed} all were the same: each process must change them alike")
 
 
 def plain_values(trainer: Any) -> dict[str, Any]:

@@ -14,10 +14,7 @@ BY_NAME = {
 
 
 def lr_at(step: int, *, kind: str = "cosine", total: int, warmup: float, start: float, end: float) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `total`.
-
-    It rises in a straight line to `start` over the first `warmup` steps. From there it follows the schedule `kind`.
-    """
+    """Return the learning rate of optimizer step `step` (from 0) of `total`, of which `warmup` rise to `start`."""
     if step < warmup:
         return start * (step + 1) / (math.floor(warmup) + 1)
     done = min(1.0, (step - warmup) / max(1.0, total - 1 - warmup))

@@ -50,8 +50,7 @@ class Engine:
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
         """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.
 
-        `figures` (2,), its mean loss and its number of targets, are for all ranks. Raises UsageError in the last pass
-        if DDP could not see all parameters: replicas would part without a word.
+        Raises UsageError in the last pass if DDP could not see all parameters: replicas would part without a word.
         """
         (loss * self.loss_scale).backward()
         if micro_batch.first:
@@ -66,9 +65,8 @@ class Engine:
         if not {*self.parameters}.intersection(p for _, p in named):
             return  # a copy of the model that nobody trains, as a teacher
         if module not in self.called and any(p in self.reached for _, p in named):
-            fault = "training_step computes gradients of a model without calling it"
-            hint = "DistributedDataParallel sums only those of self.model(...): call the whole model"
-            raise UsageError(f"{fault}: {hint}, or take -deterministic")
+            fault = "DistributedDataParallel sums only gradients of self.model(...)"
+            raise UsageError(f"{fault}: let training_step call the whole model, or take -deterministic")
         unused = [name for name, p in named if p not in self.reached]
         if module in self.called and unused and not module.find_unused_parameters:
             fault = f"no backward pass reached the parameter {unused[0]} ({len(unused)} in all)"
@@ -76,10 +74,7 @@ class Engine:
 
     @torch.no_grad()
     def sum_gradients(self) -> Tensor:
-        """Sum the gradients of parameters that neither DDP nor FSDP knows, over all ranks.
-
-        Returns the figures of all micro-batches, (micro-batches, 2).
-        """
+        """Sum gradients that neither DDP nor FSDP knows; return all micro-batches' figures, (number, 2)."""
         if self.world.size == 1:
             return self.figures
         for module in self.modules:

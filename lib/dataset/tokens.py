@@ -1,7 +1,6 @@
 """Tokens of text: of token files, DATA/train.bin and val.bin, or of texts, whose bytes are the tokens.
 
-Token files are those of scripts/make_tokens.py, nanoGPT, llm.c and others; a split may have several, as
-DATA/fineweb_train_000001.bin or DATA/train/*.bin. They are mapped and may be larger than memory.
+Token files are those of scripts/make_tokens.py, nanoGPT, llm.c and others. They may be larger than memory.
 """
 
 import json

@@ -1,7 +1,6 @@
 """The environment of a run's processes: torchrun's variables, GPUs, caches, names on fast networks.
 
-Only lib/launch writes it, with these functions. They overwrite torchrun's variables and those that choose GPUs, and
-keep others that are set.
+These functions overwrite torchrun's variables and those that choose GPUs, and keep others that are set.
 """
 
 import os

@@ -139,10 +139,7 @@ def job_folder(args: Args) -> Path:
 
 
 def run_task(args: Args, target: str) -> int:
-    """Run as a task of a job step, submitted or under srun. Returns the exit code.
-
-    Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one does.
-    """
+    """Run as a task of a job step, submitted or under srun. Returns the exit code."""
     environ = os.environ
     place = {"RANK": int(environ["SLURM_PROCID"]), "WORLD_SIZE": int(environ["SLURM_STEP_NUM_TASKS"])}
     place |= {"LOCAL_RANK": int(environ["SLURM_LOCALID"]), "LOCAL_WORLD_SIZE": len(environ["SLURM_GTIDS"].split(","))}
@@ -150,18 +147,15 @@ def run_task(args: Args, target: str) -> int:
     run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     environ.update(environment.rank_variables(place, run_id, rendezvous_address()))
     code = local.call_target(target, args)
-    return FINISHED if code == STOPPED and place["RANK"] else code
+    return FINISHED if code == STOPPED and place["RANK"] else code  # srun would kill the tasks that still run
 
 
 def rendezvous_address() -> tuple[str, int]:
-    """Return host and port of the rendezvous store, which torch opens in rank 0.
-
-    The port follows from the ids of the job, the step and the start, so that jobs on one node have different ones.
-    """
+    """Return host and port of the rendezvous store, which torch opens in rank 0."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
-    start = job + 97 * step + 997 * requeue.restart_count()
+    start = job + 97 * step + 997 * requeue.restart_count()  # so that jobs on one node have different ports
     port = 10_000 + start % 20_000  # below those that the system hands out
     os.environ["SLURM_JOB_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # Submitit's; the job may have more
     names = SlurmJobEnvironment().hostnames

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.config.types import real
+from lib.config import flags
 from lib.core.buffers import is_statistic
 from lib.trainer import trainer
 from lib.utils.checkpoint.shards import local_part
@@ -20,8 +20,7 @@ from lib.utils.checkpoint.state import model_tensors
 
 
 def add_args(parser: ArgumentParser) -> None:
-    decay = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
-    parser.add_argument("-ema_decay", type=decay, default=0.999, metavar="X", help="weight of the old average")
+    parser.add_argument("-ema_decay", **flags.BELOW_1, default=0.999, help="weight of the old average")
 
 
 class Trainer(trainer.Trainer):

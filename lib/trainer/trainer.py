@@ -225,8 +225,7 @@ class Trainer:
             loss = self.training_step(batch)
         self.in_pass, self.metrics.counts = False, True
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-            wanted = "it must return the mean loss, a 0-d tensor with a gradient"
-            raise UsageError(f"training_step returns {loss!r:.40}: {wanted}")
+            raise UsageError(f"training_step returns {loss!r:.40}: not the mean loss, a 0-d tensor with a gradient")
         return loss
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:

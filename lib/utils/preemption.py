@@ -8,7 +8,6 @@ dump of all stacks.
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import logging
 import math
 import os
@@ -83,12 +82,9 @@ class Stop:
             self.agreed = Request(f"-limit_steps {limit} is reached")
 
     def tick(self, training: bool) -> bool:
-        """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation.
-
-        Their speeds differ, so the first tick after a change from one to the other votes.
-        """
+        """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation."""
         self.ticks += 1
-        if self.training != training:
+        if self.training != training:  # their speeds differ: the first tick after a change votes
             self.training, self.ticks, self.vote_at = training, 1, 1
         self.voted = self.world.size == 1 or self.ticks >= self.vote_at
         if not self.voted:
@@ -115,12 +111,18 @@ class Stop:
     def handle_signals(self) -> Iterator[None]:
         """Let signals request a stop in the block; afterwards they do again what they did before."""
         ours, theirs = socket.socketpair()
+
+        def forget_signals() -> None:  # in a process that a plugin forks, as multiprocessing.Pool does
+            if theirs.fileno() >= 0:  # else nobody listens any more
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
         with ours, theirs, signals.use_handler(lambda *_: None):  # the pipe has the number already
             theirs.setblocking(False)
             before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
             thread = threading.Thread(target=self._listen, args=(ours,), name="stop", daemon=True)
             thread.start()
-            os.register_at_fork(after_in_child=functools.partial(_forget_signals, theirs))
+            os.register_at_fork(after_in_child=forget_signals)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of a Slurm job blocks them until now
             try:
                 yield
@@ -142,10 +144,3 @@ class Stop:
                     log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
                 elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
                     os._exit(ABORTED)
-
-
-def _forget_signals(pipe: socket.socket) -> None:
-    """Give a process that a plugin forks (as multiprocessing.Pool does) the usual SIGTERM: it is not the run's."""
-    if pipe.fileno() >= 0:  # else nobody listens any more
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +42,17 @@ def configure_kernels(world: World, deterministic: bool) -> None:
 
 
 def choose_threads(args: Namespace, world: World, saved: int | None) -> None:
-    """Set the number of torch's threads, the same on all ranks.
-
-    It is -threads; else that of the run's first start (`saved`), because sums by another number have other bits; else
-    the user's OMP_NUM_THREADS; else a process's share of the cores.
-    """
+    """Set the number of torch's threads, the same on all ranks and starts: sums by another one have other bits."""
     wanted = args.threads or saved or distributed.user_threads() or cores_per_process(world)
     count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
     torch.set_num_threads(count)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread in the block, as torch's loader processes do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def cores_per_process(world: World) -> int:
-    """Return this machine's cores for each of its processes; in a container, of those that it may use.
-
-    Two hardware threads of one core count as one, as in torch's own number of threads.
-    """
+    """Return this machine's cores for each of its processes; in a container, of those that it may use."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = len(usable)
-    with contextlib.suppress(OSError):  # not Linux
+    with contextlib.suppress(OSError):  # not Linux; two hardware threads of a core count as one, as in torch
         siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
         cores = len({Path(siblings.format(number)).read_text() for number in usable})
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"

@@ -13,10 +13,7 @@ OUTSIDE = "{} before or after the training: stopped at once, as there was nothin
 
 
 def exit_on_signal() -> contextlib.AbstractContextManager:
-    """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop.
-
-    There is nothing to save before and after the training.
-    """
+    """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop."""
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("train.main runs in the main thread alone, which gets the signals that stop a run")
     own = os.getpid()

@@ -1,7 +1,4 @@
-"""Says what a process waits for, ends it when it hangs, and stops it when its torchrun agent is gone.
-
-It watches from a process's first moment to its last. `begin` and `moved` say how far this process is.
-"""
+"""Says what a process waits for, ends it when it hangs, and stops it when its torchrun agent is gone."""
 
 import contextlib
 import faulthandler
@@ -25,10 +22,7 @@ SAY_AFTER_S = 30.0  # without a movement; then after twice as long, and so on
 
 
 class Watchdog:
-    """A thread that looks at the progress of this process.
-
-    It cannot run while another thread keeps Python's lock, as in a page fault on a dead disk.
-    """
+    """A thread that looks at the progress of this process, unless another one keeps Python's lock."""
 
     def __init__(self, minutes: float):
         self.minutes, self.interval_s = minutes, min(MAX_INTERVAL_S, minutes * 60 / 12)

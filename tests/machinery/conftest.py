@@ -10,7 +10,7 @@ from pathlib import Path
 import command_line
 import ports
 import pytest
-from processes import fork_server, serve, start, uninterrupted, until  # noqa: F401
+from processes import serve, start, uninterrupted, until  # noqa: F401
 
 # Only in ./scripts/test.sh --all: files whose tests take long or need Slurm or etcd; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler

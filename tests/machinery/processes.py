@@ -1,7 +1,7 @@
 """Real runs for tests: each has a session of its own, its output is kept, its processes are killed after the test.
 
-A fork server, which has imported the modules of train.py, forks a run in a tenth of the time of a fresh Python;
-`command` starts a fresh one. Tests ask for the fixtures `start` and `uninterrupted`.
+Python's fork server, which has imported what train.py imports, forks a run in a tenth of the time of a fresh Python,
+which `command` starts. Tests ask for the fixtures `start` and `uninterrupted`.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from pathlib import Path
 
 import pytest
@@ -132,116 +131,55 @@ def _stat():
                 yield int(entry.name), (int(parent), int(session))
 
 
-class ForkServer:
-    """A process that has imported the modules of a run, and forks runs."""
-
-    def __init__(self):
-        self.wire, far = multiprocessing.Pipe()
-        self.codes: dict[int, int] = {}
-        command = [sys.executable, __file__, str(far.fileno())]
-        env = {name: value for name, value in CLEAN.items() if name != "OMP_NUM_THREADS"}
-        self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[far.fileno()], env=env)
-        far.close()
-
-    def start(self, **order) -> int:
-        assert self.process.poll() is None, "the fork server died; stderr shows why"
-        self.wire.send(order)
-        while isinstance(message := self._receive(), tuple):
-            pass
-        return message
-
-    def ended(self, pid: int) -> int | None:
-        while self.wire.poll():
-            self._receive()
-        return self.codes.get(pid)
-
-    def _receive(self):
-        message = self.wire.recv()
-        if isinstance(message, tuple):
-            self.codes[message[0]] = message[1]
-        return message
-
-    def close(self):
-        self.wire.close()
-        self.process.wait(LIMIT)
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["faulty", "torch.utils.tensorboard"])
 
 
-def serve_forks(wire) -> int:
-    """Fork a run for each order from the pipe, and report how each ended."""
+def run_in_fork(flags: list[str], env: dict, stdin: str, stdout: str, stderr: str):
+    """Be a forked run as a fresh Python would be: in its own session, with its own terminal or files."""
     import faulty
-    from torch.utils import tensorboard  # noqa: F401
 
-    from lib import config
+    import train
 
-    faulty.register()
-    config.parse_args([])
-    children = []
-    while True:
-        if wire.poll(0.01):
-            try:
-                order = wire.recv()
-            except (EOFError, ConnectionResetError):
-                return 0
-            pid = os.fork()
-            if not pid:
-                wire.close()
-                return run_in_fork(**order)
-            children.append(pid)
-            wire.send(pid)
-        for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in children]:
-            if pid:
-                children.remove(pid)
-                wire.send((pid, os.waitstatus_to_exitcode(status)))
-
-
-def run_in_fork(flags: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> int:
-    """Set up a forked run as a fresh Python would be: its own session, its own terminal or files."""
     os.setsid()
     for number, name in enumerate((stdin, stdout, stderr)):
         mode = os.O_RDONLY if name == os.devnull else os.O_RDWR | os.O_CREAT | os.O_APPEND
         fd = os.open(name, mode, 0o644)
         os.dup2(fd, number)
         os.close(fd)
+    sys.stdin = open(0)  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
     os.environ.update(env)
+    faulty.register()
     sys.argv = ["train.py", *flags]
-    import train
-
-    return train.main()
+    sys.exit(train.main())
 
 
 @pytest.fixture(scope="session")
-def fork_server():
-    one = ForkServer()
-    yield one
-    one.close()
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(fork_server, tmp_path_factory) -> Run:
+def uninterrupted(tmp_path_factory) -> Run:
     """A run that is not interrupted: two processes, three epochs of 20 steps."""
-    run = Starter(fork_server, tmp_path_factory.mktemp("uninterrupted"), [])("run")
+    run = Starter(tmp_path_factory.mktemp("uninterrupted"), [])("run")
     assert run.wait() == 0, run.text()
     return run
 
 
 @pytest.fixture
-def start(fork_server, tmp_path):
+def start(tmp_path):
     """Start runs of train.py with a model name and flags, by default by the fork server with two processes.
 
     `fault`: what faulty.py does. `command`: a fresh Python is started with this command instead. `terminal`: which of
     stdin, stdout and stderr are a terminal.
     """
     runs = []
-    yield Starter(fork_server, tmp_path, runs)
+    yield Starter(tmp_path, runs)
     for run in runs:
         run.end()
 
 
 class Starter:
-    def __init__(self, fork_server, folder: Path, runs: list):
-        self.fork_server, self.folder, self.runs, self.count = fork_server, folder, runs, itertools.count()
+    def __init__(self, folder: Path, runs: list):
+        self.folder, self.runs, self.count = folder, runs, itertools.count()
 
     def __call__(self, model="run", *flags, fault=None, env=None, command=None, terminal=(), cpu=2) -> Run:
         number = next(self.count)
@@ -264,8 +202,9 @@ class Starter:
                 ours, theirs = pty.openpty()
                 files |= dict.fromkeys(terminal, os.ttyname(theirs))
             flags = ["-arch", "mlp", "-epochs", "3", "-trainer", "faulty", *flags]
-            pid = self.fork_server.start(flags=flags, env=given, **files)
-            ended = lambda: self.fork_server.ended(pid)  # noqa: E731
+            process = FORKS.Process(target=run_in_fork, args=(flags, given), kwargs=files)
+            process.start()
+            pid, ended = process.pid, lambda: process.exitcode
             if terminal:
                 os.close(theirs)
         run = Run(pid, self.folder / "out" / model, log, notes, ended, ours)
@@ -300,6 +239,15 @@ def python(*args, code: int = 0, cwd: Path = ROOT, env: dict = CLEAN) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def copy_tracked(folder: Path, wanted: Callable[[Path], bool] = lambda name: True):
+    """Copy the files that git tracks, or those of them with a wanted name, to a folder."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in map(Path, names.splitlines()):
+        if wanted(name) and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
 
 
 def copy_of_the_code(folder: Path) -> Path:
@@ -349,8 +297,3 @@ server.terminate()
 def address_in(text: str) -> str:
     """The address in a line such as "TensorBoard: http://127.0.0.1:6006/"."""
     return text.partition(": ")[2].strip()
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    sys.exit(serve_forks(connection.Connection(int(sys.argv[1]))))

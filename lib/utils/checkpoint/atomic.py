@@ -59,10 +59,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder: first its name, on disk, so that a half-removed one never looks whole; then what is in it.
-
-    What cannot be deleted is left to `sweep`.
-    """
+    """Remove a folder: first its name, on disk, so that a half-removed one never looks whole; then what is in it."""
     partial = path.rename(path.with_name(f"{path.name}.partial"))
     fsync(path.parent)
     _remove(partial)

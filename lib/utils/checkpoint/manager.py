@@ -57,7 +57,6 @@ class Checkpoints:
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         """Raise UsageError if saves with these tensors, those of all modules, could never be written."""
-        shards.schema(tensors)
         out, size = self.folder.parent.parent, ADAM * sum(tensor.nbytes for tensor in tensors.values())
         if not self.world.shares_disk and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
@@ -68,16 +67,9 @@ class Checkpoints:
     def save(self, tensors: dict[str, Tensor], facts: dict, *, step: int, keep: bool = False) -> None:
         """Begin a checkpoint: copy the tensors, and write the copies in the background.
 
-        The tensors may change as soon as this returns. A save that is still in flight is waited for.
-
-        Args:
-            tensors: the live tensors by name.
-            facts: entries of the manifest (JSON), which must not change later.
-            step: the optimizer step, for the name.
-            keep: spare it from removal.
-
-        Raises RuntimeError if saving fails for good, as no run continues without; OSError if another process has the
-        run's folder.
+        The tensors may change as soon as this returns, but not the `facts`, entries of the manifest. A save that is
+        still in flight is waited for. `keep` spares this one from removal. Raises RuntimeError if saving fails for
+        good, as no run continues without; OSError if another process has the run's folder.
         """
         run_folder.check_lock(self.folder.parent)
         self.finish()
@@ -160,9 +152,7 @@ class Checkpoints:
         atomic.publish(save.partial, save.folder)
         self.took_s = time.monotonic() - self.saved_at
         removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
-        first_of_hour = {}
-        for folder in removable:  # from the newest to the oldest
-            first_of_hour[folder.stat().st_mtime // 3600] = folder
+        first_of_hour = {folder.stat().st_mtime // 3600: folder for folder in removable}  # the oldest come last
         hourly = [folder for hour, folder in first_of_hour.items() if hour > time.time() // 3600 - self.keep_hours]
         for folder in removable[self.keep_last :]:
             if folder not in hourly:

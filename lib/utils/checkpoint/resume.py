@@ -42,10 +42,7 @@ class Past:
 
 
 def read_start(args: "Args", world: World) -> dict:
-    """Return what the run's first start settled (`start_facts`), {} for a new run. All ranks call this.
-
-    A run that is killed before its first save keeps it.
-    """
+    """Return what the run's first start settled, even if it never saved; {} for a new run. All ranks call this."""
     path = run_folder.path_of(args) / "start.json"
 
     def read() -> dict:
@@ -79,14 +76,12 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     origin = args.resume or (start or {}).get("resume")
     other = Path(os.path.realpath(origin)) if origin else None
     if other and Path(os.path.realpath(own)) in other.parents:
-        hint = "to start from an older one, give the new run another -model"
-        raise UsageError(f"-resume {origin}: this run resumes from its newest checkpoint by itself; {hint}")
+        raise UsageError(f"-resume {origin} is of this run: to start from an older checkpoint, take another -model")
     past = find_newest_good(own, world, leave_out=run_folder.is_reset_due(args, world))
     if past is None and other:
         past = find_newest_good(other, world)
         if past is None:
-            hint = "give a run's folder or one of its checkpoints"
-            raise UsageError(f"-resume {origin}: there is no checkpoint; {hint}")
+            raise UsageError(f"-resume {origin}: there is no checkpoint; give a run's folder or a checkpoint")
         past.manifest["state"]["best"] = None  # its weights are not here
     return past
 
@@ -275,10 +270,7 @@ def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
 
 
 def best_weights(past: Past, world: World) -> dict[str, Tensor]:
-    """Return the best weights next to a checkpoint, on writers, if a node may lack them. All ranks call this.
-
-    If they are lost, they are forgotten: the next evaluation counts as the best.
-    """
+    """Return the best weights on writers, if a node may lack them; forget lost ones. All ranks call this."""
     file = past.folder.parents[1] / "best" / "weights.safetensors"
 
     def read() -> tuple[str, dict[str, Tensor]]:

@@ -48,8 +48,7 @@ def schema(tensors: dict[str, Tensor]) -> dict[str, list]:
     """Return the type and shape of every tensor, as JSON has it. Raises UsageError for a type that DTYPES lacks."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            hint = "use another type, or a buffer with persistent=False"
-            raise UsageError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold: {hint}")
+            raise UsageError(f"{name} is of {tensor.dtype}, which no file holds: convert it or take persistent=False")
     return {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
 
 

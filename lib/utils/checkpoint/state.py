@@ -44,10 +44,7 @@ class State:
 
 
 def encode_manifest(manifest: dict) -> bytes:
-    """Return a manifest as it is written: a line for each entry, the checksum in the last.
-
-    It has a run's progress and flags, the type and shape of every tensor, and size and checksum of every file.
-    """
+    """Return a manifest as it is written: a line for each entry, the checksum in the last."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + CHECKSUM_LINE % zlib.crc32(body)
@@ -202,10 +199,7 @@ class Parts:
 
 
 def find_parts(trainer: Any) -> Parts:
-    """Return what has a state among a trainer's attributes, also in its lists, tuples and dicts, each thing once.
-
-    It has one if it has `state_dict` and `load_state_dict`. So may the trainer itself.
-    """
+    """Return what has a state: the trainer, and its attributes, also in lists, tuples and dicts, each thing once."""
     named = {"model": trainer.model, "optim": trainer.optimizer}
     for name, value in vars(trainer).items():
         if isinstance(value, list | tuple):

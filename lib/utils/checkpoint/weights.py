@@ -1,7 +1,4 @@
-"""Weights alone, in a file that every reader of safetensors takes: written, read, and started from.
-
-scripts/other_weights.py reads the files and names of other programs.
-"""
+"""Weights alone, in a file that every reader of safetensors takes: written, read, and started from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -108,10 +105,7 @@ def load_into(
 
 
 def _fits(given: Tensor, tensor: Tensor) -> bool:
-    """Return whether a tensor can take given values.
-
-    Floats of one byte and integers are quantized weights, which mean nothing without their scales.
-    """
+    """Return whether a tensor can take these values. Quantized ones, of one byte, mean nothing without scales."""
     both_floats = given.is_floating_point() and tensor.is_floating_point() and given.itemsize > 1
     return given.shape == tensor.shape and (both_floats or given.dtype == tensor.dtype)
 

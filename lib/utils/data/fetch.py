@@ -168,9 +168,10 @@ class Fetch(Dataset):
         epoch, micro_batch = key
         rows = [index % self.length for index in micro_batch.indices]
         self.current = rows  # for error messages: what is being fetched, one sample or several
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as torch's loader processes do: sums by another number have other bits
         try:
-            # As torch's loader processes do, with one thread: sums by another number have other bits.
-            with no_exit(), runtime.one_thread():  # sys.exit would end a worker without a message
+            with no_exit():  # sys.exit would end a worker without a message
                 if set_epoch := option(self.dataset, "set_epoch"):
                     seeding.seed(seeding.SAMPLE, self.seed, epoch)
                     set_epoch(epoch)
@@ -184,6 +185,8 @@ class Fetch(Dataset):
                 return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes
             raise RuntimeError(f"{text} (while {place})") from error
+        finally:
+            torch.set_num_threads(threads)
 
     def _read(self, epoch: int, indices: list[int], rows: list[int]) -> Any:
         """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""
@@ -249,15 +252,12 @@ def shared_memory_hint() -> str:
 
 
 def count_workers(args: Namespace, split: str, dataset: MapDataset, world: World) -> int:
-    """Return the number of a split's loader processes: by the flags, else this process's share of the cores but one.
-
-    Without -workers it is 0 for datasets of whole batches and models on the CPU, which they would only slow down.
-    """
+    """Return the number of a split's loader processes: by the flags, or its share of the cores but one."""
     if args.debug:
         return 0
     flag = args.workers if split == "train" or args.val_workers is None else args.val_workers
     if flag is not None:
         return flag
-    if world.device.type == "cpu" or has_whole_batches(dataset):
+    if world.device.type == "cpu" or has_whole_batches(dataset):  # they would only slow these down
         return 0
     return max(1, min(WORKERS, runtime.cores_per_process(world) - 1))

@@ -113,10 +113,7 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
 def open_loaders(
     splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace
 ) -> Iterator[dict[str, Loader]]:
-    """Yield a Loader for each split; their worker processes end with the block.
-
-    Training follows the plan. Each of the other splits is one step of it, in order.
-    """
+    """Yield a Loader for each split; their worker processes end with the block."""
     for line in option(splits["train"], "log_lines", ()) if world.is_main else ():
         log.warning("%s", line)
     idle = world.size - len(plan.cut(0))
@@ -132,7 +129,7 @@ def open_loaders(
                 seed=args.seed,
                 shuffle=args.shuffle and name == "train",
                 workers=fetch.count_workers(args, name, part, world),
-                round_robin=args.parallel == "fsdp",
+                round_robin=args.parallel == "fsdp",  # sharded models compute in turns of all ranks
                 block=args.shuffle_block,
             )
             stack.callback(loaders[name].fetcher.close)

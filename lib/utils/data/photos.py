@@ -27,8 +27,8 @@ _decode = operator.methodcaller("load")
 
 def find(folder: Path) -> tuple[list[str], Counter[str]]:
     """Return the images below a folder, in order, and how many other files there are of each ending."""
-    images, others = [], Counter()
-    for root, folders, names in os.walk(folder, onerror=_fail):
+    images, others, failed = [], Counter(), []
+    for root, folders, names in os.walk(folder, onerror=failed.append):
         folders[:] = [name for name in folders if not files.is_debris(name)]
         others.update("link to a folder" for name in folders if Path(root, name).is_symlink())
         for name in names:
@@ -37,6 +37,8 @@ def find(folder: Path) -> tuple[list[str], Counter[str]]:
                 images.append((root, name))
             elif not files.is_debris(name):
                 others[ending or "no ending"] += 1
+    if failed:
+        raise failed[0]
     return [str(Path(*one)) for one in sorted(images)], others
 
 
@@ -65,9 +67,8 @@ def read(file: str | Path, use: Callable[[Image.Image], Any], data: bytes | None
             raise
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
-            reason = "of no kind that is known" if isinstance(error, UnidentifiedImageError) else error
-            fault = f"{file}: not a readable image ({reason})"
-            raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
+            why = "of no kind that is known" if isinstance(error, UnidentifiedImageError) else error
+            raise UsageError(f"{file}: not a readable image ({why}); fix it, or train with -skip_bad_files") from None
         raise
 
 
@@ -105,8 +106,7 @@ def to_8_bits(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         values = np.array(image)
         if 0 < values.max() < 4096:
-            found = f"16 bits with values of 12 bits or fewer, up to {values.max()}"
-            raise UsageError(f"{found}: scale them up to 65535, or save it with 8 bits")
+            raise UsageError(f"16 bits that hold 12 bits or fewer, up to {values.max()}: scale them, or save 8 bits")
         values[values == image.info.get("transparency", -1)] = 65535  # white
         if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0:
             values = 65535 - values  # 0 is white there; Pillow inverts 8 bits itself
@@ -116,7 +116,3 @@ def to_8_bits(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:  # the colours of transparent pixels are arbitrary
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image
-
-
-def _fail(error: OSError) -> None:
-    raise error

@@ -76,8 +76,5 @@ class MicroBatch:
 
 
 def rank_share(count: int, rank: int, size: int, round_robin: bool = False) -> range:
-    """Return which of a step's `count` micro-batches one of `size` ranks computes: as many as others or one fewer.
-
-    They are consecutive. If `round_robin`, the ranks take one each in turn, as sharded models need it.
-    """
+    """Return which of `count` micro-batches a rank computes: as many as others or one fewer; in a row, or in turn."""
     return range(rank, count, size) if round_robin else range(rank * count // size, (rank + 1) * count // size)

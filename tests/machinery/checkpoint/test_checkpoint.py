@@ -21,9 +21,7 @@ from lib.utils.monitoring import metrics
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
-def test_a_save_contains_the_state_at_its_beginning_even_if_tensors_change_before_it_is_written(
-    tmp_path, monkeypatch
-):
+def test_a_save_contains_the_state_at_its_beginning_whatever_changes_then(tmp_path, monkeypatch):
     may_continue, real = threading.Event(), shards.write
     monkeypatch.setattr(shards, "write", lambda *args: (may_continue.wait(30), real(*args))[1])
     checkpoints, live, now = new_checkpoints(tmp_path), saves.state(3), saves.state(3)

@@ -101,9 +101,8 @@ def counting_net(args):
 def truth(tmp_path_factory):
     """A run of three processes that nobody kills, with a checkpoint of each step."""
     arch = {**PLUGINS["arch"], "counting": counting_net}
-    with plugins(
-        dataset=PLUGINS["dataset"], arch=arch, trainer={"deadly": Deadly, "counting": Counting, "swap": DeadlySwap}
-    ):
+    trainers = {"deadly": Deadly, "counting": Counting, "swap": DeadlySwap}
+    with plugins(dataset=PLUGINS["dataset"], arch=arch, trainer=trainers):
         yield run(tmp_path_factory.mktemp("truth"), f"{FLAGS} -cpu 3 -save_every 1steps -keep_last 99")
 
 
@@ -203,9 +202,7 @@ def test_what_one_rank_alone_has_counted_since_the_last_line_is_null(truth, tmp_
         ("-trainer counting", "a counter, a queue or a teacher"),
     ],
 )
-def test_where_a_process_may_lack_a_part_the_run_continues_from_its_last_save(
-    more, reason, truth, tmp_path, monkeypatch
-):
+def test_where_a_process_may_lack_a_part_the_last_save_counts(more, reason, truth, tmp_path, monkeypatch):
     folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)}, size=2, more=more)
     assert steps(folder)[0] == 6 and reason in log_of(folder)
 
@@ -247,9 +244,7 @@ def test_a_newer_checkpoint_that_is_damaged_is_no_reason_not_to_save(truth, tmp_
 
 def test_a_checkpoint_without_the_newest_field_of_the_state_is_resumed(truth, tmp_path):
     folder = run(tmp_path, f"{FLAGS} -cpu 1 -limit_steps 7", wanted=75)
-    change_manifest(
-        folder / "checkpoints" / at_step(folder, 7), lambda manifest: manifest["state"].pop("grad_norm") < 0
-    )
+    change_manifest(folder / "checkpoints" / at_step(folder, 7), lambda made: made["state"].pop("grad_norm") < 0)
     run(tmp_path, f"{FLAGS} -cpu 1")
     assert "resuming from" in log_of(folder) and "step 7" in log_of(folder)
 

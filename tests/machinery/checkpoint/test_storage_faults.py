@@ -36,10 +36,6 @@ def test_every_one_of_500_flipped_bits_and_50_truncations_is_detected(copy):
     assert saves.found(copy).folder == folder
 
 
-def _append_to(name):
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + b"garbage")
-
-
 def _copy_from_older(name):
     return lambda folder: shutil.copy(folder.parent / "000004_step_4" / name, folder / name)
 
@@ -54,8 +50,7 @@ def _put_instead_of(name, make):
 
 SHARD, MANIFEST = "shard_0000.safetensors", "manifest.json"
 DAMAGE = {
-    "garbage behind a shard": _append_to(SHARD),
-    "garbage behind the manifest": _append_to(MANIFEST),
+    "garbage behind a shard": lambda folder: (folder / SHARD).write_bytes((folder / SHARD).read_bytes() + b"?"),
     "a shard missing": lambda folder: (folder / SHARD).unlink(),
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),
     "a shard of another generation": _copy_from_older(SHARD),
@@ -64,11 +59,9 @@ DAMAGE = {
     "a file": _put_instead_of(".", Path.touch),
     "a dangling link": _put_instead_of(".", lambda folder: folder.symlink_to("nowhere")),
     "a link to another good one": _put_instead_of(".", lambda path: path.symlink_to(path.parent.parent / "kept")),
-    "a folder for a shard": _put_instead_of(SHARD, Path.mkdir),
     "a link for a shard": _put_instead_of(SHARD, lambda path: path.symlink_to(f"../../kept/{SHARD}")),
     "a pipe for the manifest": _put_instead_of(MANIFEST, os.mkfifo),
     "a huge shard": lambda folder: os.truncate(folder / SHARD, 1 << 40),  # a hole: it takes no room
-    "a huge manifest": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
 }
 
 
@@ -179,9 +172,7 @@ def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monk
         assert f"000002_step_4 could not be saved (rank 0: OSError: [Errno {errno.ENOSPC}]" in message[0]
 
 
-def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_good(
-    tmp_path, monkeypatch, finished_run
-):
+def test_three_failed_saves_in_a_row_end_the_run_and_the_older_one_is_good(tmp_path, monkeypatch, finished_run):
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step > 5 and rank == 0)
         folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps", wanted=1)

@@ -141,9 +141,7 @@ def _check_failing_saves(rank, folder):
     for place, owner, name in ((0, atomic, "write_file"), (1, atomic, "fsync"), (0, Path, "symlink_to")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as message:
             if rank == place:
-                patch.setattr(
-                    owner, name, mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left, says the test"))
-                )
+                patch.setattr(owner, name, mock.Mock(side_effect=OSError(errno.ENOSPC, "full, says the test")))
             save(saver)
         assert rank == place or f"rank {place}: " in str(message.value)
         assert latest(saver).name == first

@@ -5,12 +5,12 @@ import itertools
 import multiprocessing
 import random
 import time
-import types
 
 import numpy as np
 import pytest
 import torch
 import truth
+from command_line import parsed
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from items import Items
@@ -41,12 +41,6 @@ def plans(draw):
 def new_loader(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, round_robin=False):
     world = World(rank=rank, size=ranks)
     return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, round_robin=round_robin)
-
-
-def flags(val_workers=None):
-    """The flags that `open_loaders` reads."""
-    given = {"workers": 2, "val_workers": val_workers, "shuffle": False, "shuffle_block": 1}
-    return types.SimpleNamespace(seed=0, debug=False, parallel="ddp", **given)
 
 
 def all_shares(plan, ranks, epoch=0, first_step=0, **options):
@@ -86,9 +80,7 @@ def test_a_step_is_cut_into_full_micro_batches_and_a_short_step_into_parts_of_at
 
 @STEADY
 @given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), round_robin=st.booleans())
-def test_all_ranks_together_see_each_sample_once_in_torchs_order_in_equal_shares(
-    plan, ranks, seed, epoch, shuffle, round_robin
-):
+def test_ranks_see_each_sample_once_in_torchs_order_in_equal_shares(plan, ranks, seed, epoch, shuffle, round_robin):
     shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, round_robin=round_robin)
     seen = [index for key in without_padding(shares) for index in key.indices]
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
@@ -135,16 +127,12 @@ def test_an_epoch_resumes_at_any_step_on_any_number_of_ranks(plan, ranks, others
     ("nodes", "before", "micro"),
     [(None, None, 32), ("1:4", None, 8), ("4", None, 8), ("1:4", 16, 16), (None, 16, 16), ("1:4", 48, 48)],
 )
-def test_the_default_micro_batch_fits_the_largest_number_of_processes_or_is_that_of_the_first_start(
-    nodes, before, micro, monkeypatch
-):
+def test_the_default_micro_batch_fits_the_most_processes_or_is_the_first_starts(nodes, before, micro, monkeypatch):
     """With two processes on this machine and a batch of 64, also where 48 does not divide it."""
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "9", "PET_NNODES": nodes}.items() if nodes else ():
         monkeypatch.setenv(name, value)
-    args = types.SimpleNamespace(
-        batch_size=64, batch_per_gpu=None, micro_batch=None, drop_last=False, deterministic=None, steps=None, epochs=1
-    )
+    args = parsed("-batch_size 64")
     config = {"batch_size": 64, "batch_per_gpu": None, "micro_batch": before}
     plan = resume.plan(args, {"samples": 1000}, World(size=2, local_size=2), config if before else {})
     assert (plan.samples, plan.batch, plan.micro) == (1000, 64, micro)
@@ -189,7 +177,7 @@ def test_an_epoch_that_is_left_early_does_not_affect_the_next(workers):
 
 def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds, for each process
-    args = flags()
+    args = parsed("-workers 2 -shuffle no")
     before = multiprocessing.active_children()
     for data in (Items([0] + 19 * [lambda: time.sleep(600)]), ROWS):
         with (
@@ -203,14 +191,6 @@ def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
             1 / 0  # noqa: B018
         assert not any(child.is_alive() for child in children)
     assert set(multiprocessing.active_children()) <= set(before)
-
-
-def test_evaluation_has_its_own_number_of_loader_processes():
-    splits = dict.fromkeys(("train", "val", "test"), ROWS)
-    for val_workers, wanted in {None: [2, 2, 2], 0: [2, 0, 0], 1: [2, 1, 1]}.items():
-        with loader.open_loaders(splits, Plan(20, 1, 1), World(), flags(val_workers=val_workers)) as loaders:
-            found = [one.fetcher.loader for one in loaders.values()]
-        assert [getattr(one, "num_workers", 0) for one in found] == wanted
 
 
 # Randomness

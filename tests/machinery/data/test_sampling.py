@@ -24,9 +24,7 @@ from lib.utils.errors import UsageError
 from scripts import check_data, sampling
 
 FLAGS = f"{SMALL} -epochs 2 -threads 1"
-TOKENS = (
-    "-dataset tokens -arch gpt -tokens_length 8 -tokens_samples 40 -gpt_width 8 -gpt_heads 2 -gpt_depth 1 -threads 1"
-)
+TOKENS = "-dataset tokens -arch gpt -tokens_length 8 -tokens_samples 40 -gpt_width 8 -gpt_heads 2 -gpt_depth 1"
 
 
 def rare(args):
@@ -77,9 +75,8 @@ def test_what_is_drawn_has_no_pattern():
 
 def test_a_sample_that_comes_again_is_drawn_under_another_seed():
     """Also on the device, by draws of its own."""
-    part = Items(
-        [lambda: torch.rand(()), *range(4)], on_device=lambda batch, draws: torch.stack([batch, draws[:, 0]])
-    )
+    items = [lambda: torch.rand(()), *range(4)]
+    part = Items(items, on_device=lambda batch, draws: torch.stack([batch, draws[:, 0]]))
     part.sampler = sampling.SystematicSampler(torch.tensor([3.0, 0, 0, 0, 0]), 3)
     assert sorted(fetch.draw_order(part, 0, 0).tolist()) == [0, 5, 10]
     [(_, found)] = Loader(part, Plan(3, 3, 3), World(), seed=0, shuffle=True, workers=0).epoch(0)
@@ -97,7 +94,7 @@ def test_a_mixture_passes_on_epochs_prefetching_names_and_fingerprints():
     assert both.fingerprint == "2 3" and [both.sample_name(index) for index in (1, 2)] == ["one: 1", "other: 0"]
 
 
-MIXED = f"{TOKENS} -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
+MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
 
 
 @pytest.mark.parametrize(

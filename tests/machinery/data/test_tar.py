@@ -90,9 +90,7 @@ def test_a_dataset_of_ones_own_takes_other_files_of_a_sample(tmp_path):
     assert same_tensors(weights(one), weights(two))
     found = tar.get_dataset(config.parse_args(["-data", str(tmp_path)]), Notes)
     assert not hasattr(found["train"], "fingerprint"), "three samples are read, which shows whether they change"
-    with pytest.raises(
-        UsageError, match=r"samples of train have no class, in NAME.cls .a NAME ends at its first dot"
-    ):
+    with pytest.raises(UsageError, match=r"samples of train have no class, in NAME.cls .a NAME ends at its first"):
         dataset(tmp_path)
     write(tmp_path / "train-0.tar", {"0.cls": b"0", "0.txt": b""})
     with pytest.raises(UsageError, match=r"train-0.tar/0 has no jpg .it has cls, txt."):

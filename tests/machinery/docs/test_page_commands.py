@@ -23,11 +23,11 @@ def test_the_commands_of_the_first_hour_work_in_turn(fork):
     assert (fork / "my_net.pt").is_file()
 
 
-def test_the_commands_for_two_machines_in_the_page_start_one_run(fork):
+def test_the_command_for_two_machines_in_the_page_starts_one_run(fork):
     page, place = commands(PAGES["docs/launching.md"]), f"localhost:{ports.free()}"
-    typed = [one.replace("node1:29400", place).replace("node=8", "node=1") for one in page if "--nnodes" in one]
-    flags = [[*shlex.split(one)[1:], *"-cpu 1 -epochs 1 -model two_machines".split()] for one in typed]
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    runs = [subprocess.Popen([*torchrun, *one], cwd=fork, stdout=subprocess.PIPE, text=True) for one in flags]
+    [typed] = [one.replace("node1:29400", place).replace("node=8", "node=1") for one in page if "--nnodes" in one]
+    flags = [*shlex.split(typed)[1:], *"-cpu 1 -epochs 1 -model two_machines".split()]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags]
+    runs = [subprocess.Popen(torchrun, cwd=fork, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     output = [run.communicate(timeout=240)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0] and "".join(output).count("finished:") == 1

@@ -111,16 +111,14 @@ def test_every_flag_named_in_the_pages_exists():
 
 def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(tmp_path))  # as where there is no Slurm
-    shown, refused = 0, 0
+    shown, refused, too_few = 0, 0, torch.cuda.device_count() < 3
     for command in sorted(set(COMMANDS)):
         flags = shlex.split(command)[2:] if command.startswith("python train.py") else []
         if "-slurm_dry" in flags and "my_data" not in flags:
             assert train.main([*flags, "-out", str(tmp_path / "out")]) == 0
             assert "#SBATCH --partition=general\n" in capfd.readouterr().out
             shown += 1
-        elif "-slurm_dry" not in flags and (
-            "-slurm" in flags or ("-gpus" in flags and torch.cuda.device_count() < 3)
-        ):
+        elif "-slurm_dry" not in flags and ("-slurm" in flags or ("-gpus" in flags and too_few)):
             assert train.main(flags) == 2
             output = capfd.readouterr().err
             assert len(output.splitlines()) == 1 and output.startswith("train.py: -"), command
@@ -128,9 +126,7 @@ def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, mon
     assert shown and refused
 
 
-def test_the_dataset_of_torchvision_in_the_page_has_the_splits_and_the_augmentation_that_it_says(
-    tmp_path, monkeypatch
-):
+def test_the_torchvision_dataset_in_the_page_has_its_splits_and_augmentation(tmp_path, monkeypatch):
     tiny_data.make_cifar10(tmp_path, monkeypatch)
     code = {}
     exec(FILES["lib/dataset/cifar10.py"], code)

@@ -67,9 +67,7 @@ print("torchrun listens there")
         ({"SYSTEMNAME": "juwels", "SLURM_GPUS_ON_NODE": "4"}, "-cfg two.yaml", "jwb0001i", "ib0", 2),
     ],
 )
-def test_the_sbatch_file_gives_torchrun_the_address_of_the_host_and_says_which_node_it_is(
-    project, variables, flags, head, interface, processes
-):
+def test_the_sbatch_file_tells_torchrun_who_the_host_is(project, variables, flags, head, interface, processes):
     """torchrun must not guess from host names which node is the host (pytorch issue 73656)."""
     (project / "two.yaml").write_text("cpu: 2\n")
     (project / "tries.py").write_text(TRIES)

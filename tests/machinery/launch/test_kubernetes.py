@@ -1,7 +1,6 @@
 """The files in scripts/kubernetes fit each other, train.py and elastic.sh; process 1 of a pod stops correctly."""
 
 import contextlib
-import fnmatch
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ import pytest
 import yaml
 from command_line import parsed
 from kubeflow_trainer_api import models as trainer_api
-from processes import CLEAN, ROOT, children, python, until
+from processes import CLEAN, ROOT, children, copy_tracked, python, until
 
 from lib.utils.checkpoint import run_folder
 
@@ -85,23 +84,11 @@ def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tm
 
 
 def context(target: Path) -> list[Path]:
-    """Copy the files that Dockerfile.dockerignore includes to `target`: the last matching pattern decides."""
-    patterns = (FOLDER / "Dockerfile.dockerignore").read_text().split()
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in names.splitlines():
-        fits = [p for p in patterns if any(_fits(part, p.lstrip("!")) for part in _parts(name))]
-        if fits[-1].startswith("!") and (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target / name)
+    """Copy the files that Dockerfile.dockerignore includes to `target`: it leaves out all, and then names them."""
+    everything, *included, caches = (FOLDER / "Dockerfile.dockerignore").read_text().split()
+    assert (everything, caches) == ("*", "**/__pycache__") and all(one.startswith("!") for one in included)
+    copy_tracked(target, lambda name: any(name.is_relative_to(one[1:]) for one in included))
     return [file for file in target.rglob("*") if file.is_file()]
-
-
-def _parts(name):
-    return [name, *(str(parent) for parent in Path(name).parents if parent.name)]
-
-
-def _fits(part, pattern):
-    return fnmatch.fnmatch(part, pattern.replace("**/", "*")) if "*" in pattern else part == pattern
 
 
 def can_unshare() -> bool:

@@ -46,9 +46,7 @@ def _nodes(out):
     return [out / f"node{rank}" / "few_norm_net" for rank in range(2)]
 
 
-def test_a_damaged_or_missing_checkpoint_of_a_node_is_sent_by_another_also_to_more_nodes(
-    finished_run, tmp_path, monkeypatch
-):
+def test_a_damaged_or_missing_checkpoint_of_a_node_is_sent_by_another(finished_run, tmp_path, monkeypatch):
     _give_each_process_a_disk(monkeypatch)
     one, two = _nodes(tmp_path)
     saves.run_until(tmp_path, f"{SMALL} -cpu 2", 7)
@@ -64,9 +62,7 @@ def test_a_damaged_or_missing_checkpoint_of_a_node_is_sent_by_another_also_to_mo
     assert [outcome(node)["state"] for node in (one, two)] == ["finished"] * 2
 
 
-def test_a_run_resumes_with_the_same_bits_after_a_node_is_replaced_by_an_empty_or_an_outdated_one(
-    finished_run, tmp_path, monkeypatch
-):
+def test_the_bits_are_the_same_after_a_node_is_replaced_by_an_empty_or_old_one(finished_run, tmp_path, monkeypatch):
     _give_each_process_a_disk(monkeypatch)
     one, two = _nodes(tmp_path)
     saves.run_until(tmp_path, f"{SMALL} -cpu 2", 3)

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import shared
-from processes import CLEAN, ROOT
+from processes import CLEAN, ROOT, copy_tracked
 
 from scripts import project
 
@@ -200,9 +199,7 @@ def test_the_smallest_project_is_short_and_its_two_commands_pass(tmp_path):
 @pytest.mark.slow
 def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
     template, mine, clone = (tmp_path / name for name in ("baton", "mine", "clone"))
-    for name in tracked(ROOT):
-        (template / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, template / name)
+    copy_tracked(template)
     output_of(template, "git", "init", "--quiet")
     commit(template)
     (template / "lib" / "arch" / "own.py").write_text("")  # which no version of the template has

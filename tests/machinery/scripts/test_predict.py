@@ -52,9 +52,7 @@ def predictions(capsys, *args) -> str:
     return capsys.readouterr().out
 
 
-def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
-    photos, trained_run, tmp_path, capsys, monkeypatch
-):
+def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_path, capsys, monkeypatch):
     run(trained_run.parent, f"{PHOTOS} -data {photos} -model photos -eval")
     accuracy = json.loads((trained_run / "eval.json").read_text())["val"]["accuracy"]
     moved = shutil.copytree(photos / "val", tmp_path / "val")

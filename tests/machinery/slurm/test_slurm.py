@@ -103,10 +103,9 @@ def test_a_lost_task_costs_no_step(slurm, uninterrupted, out):
     job = slurm.submit(f"-model one_lost -cpu 1 {LONG} -slow_lost 50")
     job_info = slurm.wait_for_end(job)
     assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("one_lost")()
-    saved, resumed = (
-        re.search(text, slurm.log("one_lost")()) for text in (r"step (\d+) is saved", r"resuming .*step (\d+)")
-    )
-    assert saved and resumed and saved[1] == resumed[1] and int(saved[1]) % 20, slurm.log("one_lost")()
+    log = slurm.log("one_lost")()
+    saved, resumed = (re.search(text, log) for text in (r"step (\d+) is saved", r"resuming .*step (\d+)"))
+    assert saved and resumed and saved[1] == resumed[1] and int(saved[1]) % 20, log
     assert distance(out / "one_lost", uninterrupted) == 0.0
 
 

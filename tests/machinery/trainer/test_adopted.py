@@ -101,9 +101,7 @@ def usual_run(small_plugins, tmp_path_factory):
 @pytest.mark.parametrize(
     ("arch", "dataset"), [("hugging", "rows"), ("batch", "rows"), ("nano", "few"), ("norm_net", "named")]
 )
-def test_models_and_batches_of_many_forms_train_with_the_same_bits_as_the_usual_ones(
-    arch, dataset, usual_run, tmp_path
-):
+def test_models_and_batches_of_many_forms_train_with_the_usual_bits(arch, dataset, usual_run, tmp_path):
     """Losses, weights and metrics are the same if the model computes the loss, or if the batch is a dict."""
     with plugins(arch=ARCHS, dataset=DATASETS):
         for size in (1, 2):

@@ -52,10 +52,6 @@ def frozen_net(args):
     return model
 
 
-def parallel_free(model):
-    return getattr(model, "module", model)
-
-
 class GradientNoise(trainer.Trainer):
     """Adds noise to the gradients before they are clipped."""
 
@@ -199,10 +195,10 @@ class Distils(trainer.Trainer):
         return self.loss(outputs, batch[1]) + (outputs - wanted).square().mean()
 
 
-def with_change(change):
+def with_change(change, base=trainer.Trainer):
     """A trainer whose `__init__` makes this change to it at its end."""
 
-    class Changed(trainer.Trainer):
+    class Changed(base):
         def __init__(self, *parts):
             super().__init__(*parts)
             change(self)
@@ -600,9 +596,7 @@ PARTED = "model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all
         (Parts, "-cpu 3 -deterministic no", PARTED),
     ],
 )
-def test_what_differs_between_the_ranks_is_an_error_that_names_tensor_ranks_and_step(
-    edit, more, message, tmp_path, capfd
-):
+def test_what_differs_between_the_ranks_is_an_error_that_names_it(edit, more, message, tmp_path, capfd):
     with plugins(trainer={"edit": edit}):
         folder = run(tmp_path, f"{FLAGS} -trainer edit {more}", wanted=1)
     for said in (outcome(folder)["reason"], capfd.readouterr().err):
@@ -673,13 +667,18 @@ class Renames(trainer.Trainer):
 
 class PartCall(trainer.Trainer):
     def training_step(self, batch):
-        model = parallel_free(self.model)
+        model = state.unwrap(self.model)
         return self.loss(model[3](model[:3](batch[0])), batch[1])
 
 
+def returning(loss):
+    return type("Returns", (trainer.Trainer,), {"training_step": lambda self, batch: loss})
+
+
 SECOND_OPTIMIZER = with_change(lambda self: setattr(self, "later", torch.optim.SGD(self.model.parameters(), lr=0.1)))
-FROZEN_IN_DDP = with_change(lambda self: parallel_free(self.model)[1].requires_grad_(False))
+FROZEN_IN_DDP = with_change(lambda self: state.unwrap(self.model)[1].requires_grad_(False))
 STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
+LOSSES = (None, 0.5, torch.zeros(3), torch.zeros(()))  # none is a scalar tensor with a gradient
 OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
@@ -697,6 +696,7 @@ REFUSED = [  # flags and what is said
     (Renames, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
     (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
+    *((returning(loss), "-cpu 1", "not the mean loss, a 0-d tensor") for loss in LOSSES),
 ]
 
 
@@ -783,12 +783,6 @@ def test_figures_that_differ_between_the_ranks_are_refused_and_the_training_is_s
     assert names(tmp_path / "both")[0].endswith("_step_4")
 
 
-class DistilsWhole(Distils):
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.teacher.requires_grad_(True)
-
-
 def test_a_model_that_get_model_compiles_has_its_own_names_and_signature(tmp_path):
     with plugins(arch={"compiled": lambda args: torch.compile(plain_net(), backend="eager"), "plain": plain_net}):
         for more in ("-cpu 1", "-cpu 2 -deterministic no"):
@@ -828,20 +822,12 @@ def test_blocks_that_a_micro_batch_skips_are_right_under_ddp_and_one_line_under_
             assert "a micro-batch skips a block that another one calls (experts." in said
 
 
-class SecondModule(Forgotten):
-    """Trains its layer, which is not inside DDP."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.second = torch.optim.SGD(self.layer.parameters(), lr=0.1)
-
-
 class ThawsUnderDDP(trainer.Trainer):
     """Adds a layer that was frozen when DDP was built."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.layer = parallel_free(self.model)[1]
+        self.layer = state.unwrap(self.model)[1]
         self.thawed = torch.optim.SGD(self.layer.parameters(), lr=0.1)
 
     def train_epoch(self):
@@ -849,7 +835,13 @@ class ThawsUnderDDP(trainer.Trainer):
         return super().train_epoch()
 
 
-@pytest.mark.parametrize("edit", [SecondModule, ThawsUnderDDP, Distils, DistilsWhole])
+WHOLE_TEACHER = with_change(lambda self: self.teacher.requires_grad_(True), Distils)
+SECOND_MODULE = with_change(
+    lambda self: setattr(self, "own", torch.optim.SGD(self.layer.parameters(), 0.1)), Forgotten
+)
+
+
+@pytest.mark.parametrize("edit", [SECOND_MODULE, ThawsUnderDDP, Distils, WHOLE_TEACHER])
 def test_modules_and_layers_that_ddp_does_not_know_are_summed_and_a_copy_of_the_model_is_a_teacher(edit, tmp_path):
     with plugins(trainer={"edit": edit}, arch={"frozen": frozen_net, "plain": plain_net}):
         flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is ThawsUnderDDP else 'plain'}"

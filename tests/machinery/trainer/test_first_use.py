@@ -1,4 +1,4 @@
-"""Nothing calls a model or reads a sample before training does, and items have the same bits in every process."""
+"""What a dataset opens or computes for a sample: in each process that reads, and with the same bits."""
 
 import os
 
@@ -19,19 +19,6 @@ def two_threads(monkeypatch):
     """Each process has two cores, and nobody sets the number of threads."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(runtime, "cores_per_process", lambda world: 2)
-
-
-class KeepsMask(nn.Module):
-    """Keeps a tensor of its first forward pass in an attribute."""
-
-    def __init__(self, keep: bool):
-        super().__init__()
-        self.keep, self.mask, self.linear = keep, None, nn.Linear(64, 4)
-
-    def forward(self, inputs):
-        if self.mask is None or not self.keep:
-            self.mask = torch.ones_like(inputs).tril()
-        return self.linear(inputs * self.mask)
 
 
 class Rows(Dataset):
@@ -69,14 +56,6 @@ class LargeSums(Rows):
     def __getitem__(self, index):
         large = torch.rand(1 << 18, generator=torch.Generator().manual_seed(index))
         return self.rows[index] + large.sum() / 1e5, index % 4
-
-
-def test_a_model_that_keeps_something_of_its_first_pass_trains_as_one_that_does_not(tmp_path):
-    finals = []
-    for keep in (True, False):
-        with plugins(arch={"first": lambda args, keep=keep: KeepsMask(keep)}, dataset={"first": lambda args: Rows()}):
-            finals.append(weights(run(tmp_path, f"{FLAGS} -model keeps_{keep}")))
-    assert same_tensors(*finals)
 
 
 @pytest.mark.parametrize("flags", ["-workers 2", "-workers 0 -val_workers 2", "-workers 2 -val_workers 0"])

@@ -186,9 +186,7 @@ def test_automatic_saves_wait_while_gradients_are_not_finite_and_longer_after_a_
     assert not failed.is_late()
 
 
-@pytest.mark.parametrize(
-    ("flags", "stop", "batch"), [(SMALL, 5, 32), (SMALL, 1, 48), (SMALL, 6, 8), (STEPS, 6, 8), (STEPS, 6, 48)]
-)
+@pytest.mark.parametrize(("flags", "stop", "batch"), [(SMALL, 5, 32), (SMALL, 6, 8), (STEPS, 6, 8), (STEPS, 1, 48)])
 def test_another_batch_in_mid_epoch_brings_no_validation_twice_and_each_step_counts(flags, stop, batch, tmp_path):
     run(tmp_path, f"{flags} -cpu 1 -limit_steps {stop}", wanted=75)
     result = outcome(run(tmp_path, f"{flags} -cpu 1 -batch_size {batch} -allow_change batch_size"))

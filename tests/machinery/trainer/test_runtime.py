@@ -75,14 +75,16 @@ def test_the_number_of_loader_processes_is_that_of_workers_or_a_share_of_the_cor
     memory, files = Tensors(torch.zeros(4)), [(0, 0)] * 4
     gpu = World(device=torch.device("cuda", 0), size=2, local_size=2)
 
-    def count(data, world, flags=""):
-        return fetch.count_workers(parsed(flags), "train", data, world)
+    def count(data, world, flags="", split="train"):
+        return fetch.count_workers(parsed(flags), split, data, world)
 
     worlds = [World(device=gpu.device, local_size=n) for n in (1, 2, 4, 8, 16)]
     assert [count(files, world) for world in worlds] == [8, 7, 3, 1, 1]
     assert count(memory, gpu) == count(Subset(memory, [0, 1]), gpu) == count(files, World()) == 0
     for flags, wanted in (("-workers 0", 0), ("-workers 3", 3), ("-workers 3 -debug", 0)):
         assert {count(data, world, flags) for data in (memory, files) for world in (gpu, World())} == {wanted}
+    for flags, wanted in (("", 3), ("-val_workers 0", 0), ("-val_workers 1", 1)):
+        assert count(files, gpu, f"-workers 3 {flags}", "val") == wanted
 
 
 def test_deterministic_enables_deterministic_algorithms_and_keeps_the_users_setting():

@@ -110,9 +110,8 @@ def test_whatever_has_a_state_resumes_exactly(tmp_path, request):
     truth = saved(whole)
     assert same_tensors(all_saved(part), all_saved(whole)) and len(names(whole)) == 12
     assert bits(whole) == bits(single)
-    one, other = (
-        state.read_manifest(folder / "checkpoints" / names(folder)[0])["states"] for folder in (whole, part)
-    )
+    manifests = [state.read_manifest(folder / "checkpoints" / names(folder)[0]) for folder in (whole, part)]
+    one, other = (manifest["states"] for manifest in manifests)
     assert one == other and {"trainer.scheduler", "trainer.own", "trainer.other_optimizers.1", "optim"} < one.keys()
     own = [name.split(".")[1] for name in truth if not name.startswith(("model.", "optim."))]
     assert {*own} == {"critic", "critic_optimizer", "heads", "other_optimizers", "notes", "own"}
