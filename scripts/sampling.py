@@ -66,6 +66,10 @@ class Mixture(ConcatDataset):
         if not isinstance(parts, Mapping) or {*parts} != {*shares}:
             named, shared = (", ".join(map(str, one)) for one in (parts, shares))
             raise UsageError(f"a mixture of {named} has shares for {shared}")
+        if odd := [name for name, part in parts.items() if not (hasattr(part, "__len__") and len(part))]:
+            raise UsageError(f"{odd[0]} of a mixture is empty, or has no length")
+        if not (all(0 <= share < math.inf for share in shares.values()) and any(shares.values())):
+            raise UsageError(f"the shares of a mixture are {dict(shares)}: give numbers from 0, one of them above 0")
         super().__init__(parts.values())
         self.names = [*parts]
         for name in SAME:

@@ -165,9 +165,10 @@ class Parts:
             numbers = {name: number for number, name in enumerate(names)}
             state = {numbers.get(name, name): one for name, one in memory.items()}
             optimizer.load_state_dict({"state": state, "param_groups": now})
-            for name in memory.keys() & parameters.keys():  # where torch has cast floats to the parameter's type
+            for name in memory.keys() & parameters.keys():  # torch has cast floats to the parameter's type
                 kept = optimizer.state[parameters[name]]
-                kept.update(tree_map(_with_type, memory[name], dict(kept)))
+                as_saved = lambda was, now: was.to(now.device) if torch.is_tensor(was) else now  # noqa: E731
+                kept.update(tree_map(as_saved, memory[name], dict(kept)))
 
     def make_empty(self, schema: dict[str, list]) -> dict[str, Tensor]:
         """Return tensors for the states in a checkpoint with this schema, laid out and sharded as parameters are."""
@@ -216,11 +217,6 @@ def find_parts(trainer: Any) -> Parts:
         is_module, is_optimizer = isinstance(value, nn.Module), isinstance(value, torch.optim.Optimizer)
         (parts.modules if is_module else parts.optimizers if is_optimizer else parts.others)[name] = value
     return parts
-
-
-def _with_type(saved: Any, loaded: Any) -> Any:
-    """Return a part of a state as it was loaded, but tensors as they were saved, on the device of the loaded one."""
-    return saved.to(loaded.device) if torch.is_tensor(saved) else loaded
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

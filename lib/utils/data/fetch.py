@@ -1,24 +1,25 @@
 """Reads and collates the samples of micro-batches, here or in worker processes of torch's DataLoader."""
 
 import contextlib
+import fcntl
 import functools
-import io
 import itertools
 import multiprocessing
 import os
 import reprlib
 import shutil
 import signal
+import stat
 import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate, get_worker_info
 
 from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.plan import MicroBatch
@@ -26,7 +27,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
-MOST_ENTRIES = 100  # of a list, that are looked at
+MOST_FILES = 128  # that are open when a loader process begins, and are watched
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -65,6 +66,9 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     """
     sampler = option(dataset, "sampler")
     if sampler is None:
+        several = getattr(dataset, "datasets", ())  # of a ConcatDataset
+        if any(option(part, "sampler") is not None for part in several):
+            raise UsageError("a part of the training samples has a sampler: only one of the whole can draw")
         return None
     if isinstance(dataset, Subset) and "sampler" not in vars(dataset):
         raise UsageError("only a part of the training samples is left, and their sampler draws from all of them")
@@ -75,7 +79,8 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     try:
         count = 0 if isinstance(sampler, DistributedSampler) else len(sampler)  # that one gives only a part
         indices = torch.tensor([*itertools.islice(sampler, count + 1)])
-        are_indices = indices.shape == (count,) and indices.dtype == torch.int64
+        are_indices = indices.shape == (count,) and not (indices.is_floating_point() or indices.dtype == torch.bool)
+        indices = indices.long()
         if count and are_indices and 0 <= indices.min() <= indices.max() < len(dataset):
             ordered, places = indices.sort(stable=True)
             repeats = torch.arange(count) - torch.searchsorted(ordered, ordered)  # how often each came before
@@ -104,9 +109,6 @@ class Fetcher:
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
         self.fetch, self.loader = Fetch(dataset, seed, collate_fn), None
-        if workers > 1 and (shared := open_files(dataset)):
-            fault = f"{shared[0]} is an open file, whose place {workers} loader processes share"
-            raise UsageError(f"{fault}: open it at first use, in __getitem__")
         if workers:
             self.loader = DataLoader(
                 self.fetch,
@@ -117,7 +119,7 @@ class Fetcher:
                 persistent_workers=True,
                 generator=torch.Generator(),  # else iter() draws from torch's global one
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
-                worker_init_fn=functools.partial(end_without_parent, os.getpid()),
+                worker_init_fn=functools.partial(begin_worker, os.getpid()),
             )
             with stop_signals_blocked():
                 iter(self.loader)  # before this process reads: forked ones would share a file that it has open
@@ -157,6 +159,7 @@ class Fetch(Dataset):
     def __init__(self, dataset: MapDataset, seed: int, collate_fn: Callable | None = None):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed, self.length = seed, len(dataset)
+        self.places: dict[int, int] = {}  # of a worker process: inherited_places
         self.requests: Iterable[tuple[int, MicroBatch]] = ()  # what to fetch in the next epoch
         self.collate_fn = collate_fn or option(dataset, "collate_fn") or default_collate
 
@@ -178,15 +181,25 @@ class Fetch(Dataset):
                     if len(self.dataset) != self.length:
                         raise UsageError(f"set_epoch({epoch}) changes the number of samples, {self.length} before")
                 batch = files.retry(lambda: self._read(epoch, micro_batch.indices, rows))
+                if fault := self.shared_file():
+                    raise fault
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
-            if isinstance(error, UsageError):
+            if isinstance(error := self.shared_file() or error, UsageError):
                 return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes
             raise RuntimeError(f"{text} (while {place})") from error
         finally:
             torch.set_num_threads(threads)
+
+    def shared_file(self) -> UsageError | None:
+        """Return what is wrong if a worker process has read from a file that others have open as well."""
+        for number, place in self.places.items():
+            if os.lseek(number, 0, os.SEEK_CUR) != place:
+                fault = f"{Path(f'/dev/fd/{number}').readlink()} was open before the loader processes began"
+                return UsageError(f"{fault}, and they share its place: open it at first use, in __getitem__")
+        return None
 
     def _read(self, epoch: int, indices: list[int], rows: list[int]) -> Any:
         """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""
@@ -203,25 +216,27 @@ class Fetch(Dataset):
         return items
 
 
-def open_files(value: Any, name: str = "", depth: int = 5) -> list[str]:
-    """Return the names of files that a dataset, or what it holds, has opened to read from, as CLASS.NAME."""
-    if isinstance(value, io.IOBase):
-        is_shared = not isinstance(value, io.BytesIO | io.StringIO) and not value.closed and value.readable()
-        return [name] if is_shared else []
-    if isinstance(value, Mapping | list | tuple):
-        entries = value.values() if isinstance(value, Mapping) else value
-        parts = [(name, one) for one in itertools.islice(entries, MOST_ENTRIES)]
-    else:
-        held = {} if isinstance(value, type | ModuleType | Tensor) else getattr(value, "__dict__", {})
-        is_data = not name or isinstance(value, Dataset)
-        parts = [(f"{type(value).__name__}.{key}" if is_data else name, one) for key, one in held.items()]
-    return [found for place, one in parts if depth for found in open_files(one, place, depth - 1)]
-
-
-def end_without_parent(parent: int, number: int) -> None:
-    """End a worker process whose parent was killed while it started: torch (2.15) would let it wait for ever."""
+def begin_worker(parent: int, number: int) -> None:
+    """Begin a worker process; end it if its parent was killed meanwhile: torch (2.15) would let it wait for ever."""
     if os.getppid() != parent:
         os._exit(FAILED)
+    worker: Any = get_worker_info()
+    if worker and worker.num_workers > 1:
+        worker.dataset.places = inherited_places()
+
+
+def inherited_places() -> dict[int, int]:
+    """Return a copy of each descriptor of a file that this process has inherited to read from, with its place.
+
+    All processes share that place: what one of them reads moves it for the others, too.
+    """
+    places = {}
+    for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir())[:MOST_FILES]:
+        with contextlib.suppress(OSError):
+            can_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+            if number > 2 and can_read and stat.S_ISREG(os.fstat(number).st_mode):
+                places[os.dup(number)] = os.lseek(number, 0, os.SEEK_CUR)
+    return places
 
 
 @contextlib.contextmanager

@@ -41,9 +41,12 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
         listing = option(part, "listing")  # a number for the names and classes of all its files
         order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
         count = len(part if order is None else order)
-        if order is not None:  # after the tenth epoch the first must be the same again
-            later, again = (_digest(fetch.draw_order(part, args.seed, epoch), "") for epoch in (9, 0))
-            facts["sampler digest"] = f"{again} {later}" if again == _digest(order, "") else NEVER_THE_SAME
+        if order is not None:  # after others the first epoch must be the same again
+            later, *again = (fetch.draw_order(part, args.seed, epoch) for epoch in (9, 0, 0, 5, 0))
+            if later is None or len(later) != count:
+                raise UsageError(f"the sampler of {name} gives {count} samples at first, and others in a later epoch")
+            first, *firsts = (_digest(one, "") for one in (order, again[0], again[1], again[3]))
+            facts["sampler digest"] = f"{first} {_digest(later, '')}" if {*firsts} == {first} else NEVER_THE_SAME
         all_ranks = distributed.gather((count, digest, listing, facts["sampler digest"]), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:

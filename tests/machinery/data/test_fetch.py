@@ -2,10 +2,11 @@
 
 import collections
 import contextlib
+import functools
+import os
 import re
 import subprocess
 import sys
-import tarfile
 import types
 import zipfile
 from pathlib import Path
@@ -52,16 +53,31 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
             next(iter(fetcher(0, [micro_batch(indices)])))
 
 
-@pytest.mark.parametrize("opened", [Path.open, zipfile.ZipFile, tarfile.open])
-def test_an_open_file_is_no_longer_shared_by_loader_processes(opened, tmp_path):
-    with zipfile.ZipFile(tmp_path / "data", "w"), tarfile.open(tmp_path / "tar", "w"):
-        pass
-    with opened(tmp_path / ("tar" if opened is tarfile.open else "data")) as file:
-        inner = Items([1, 2], file={"a": [file]})
-        for part in (Items([1, 2], file=file), Subset(Items([1, 2], file=file), [0]), Items([1, 2], other=inner)):
-            Fetcher(part, 0, 1, pin=False).close()
-            with pytest.raises(UsageError, match="file is an open file, whose place 2 loader processes share"):
-                Fetcher(part, 0, 2, pin=False)
+def read_shared(file, index):
+    """Read a record of a file, of an archive, or of a descriptor."""
+    if isinstance(file, int):
+        os.lseek(file, index << 16, os.SEEK_SET)
+        return os.read(file, 1 << 16)
+    if isinstance(file, zipfile.ZipFile):
+        return file.read(str(index))
+    file.seek(index << 16)
+    return file.read(1 << 16)
+
+
+@pytest.mark.parametrize("opened", [Path.open, zipfile.ZipFile, os.open])
+def test_a_file_whose_place_loader_processes_share_is_refused_by_its_name(opened, tmp_path):
+    with zipfile.ZipFile(path := tmp_path / "records", "w") as archive:
+        for index in range(8):
+            archive.writestr(str(index), bytes([index]) * (1 << 16))
+    given = {Path.open: ["rb"], os.open: [os.O_RDONLY]}
+    file = opened(path, *given.get(opened, []))
+    part = Items([functools.partial(read_shared, file, index) for index in range(8)])
+    alone = Items([lambda index=index: read_shared(path.open("rb"), index) for index in range(8)])
+    for items, workers in ((part, 1), (alone, 2), (part, 2)):
+        fetcher = Fetcher(items, 0, workers, pin=False, collate_fn=len)
+        refusal = pytest.raises(UsageError, match="records was open before the loader processes began")
+        with contextlib.closing(fetcher), refusal if items is part and workers > 1 else contextlib.nullcontext():
+            assert [size for _, size in fetcher(0, [micro_batch([index]) for index in range(8)])] == [1] * 8
 
 
 def test_a_number_of_samples_that_set_epoch_changes_is_refused():

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 from runs import few, norm_net, plugins, run, same_tensors, weights
@@ -32,12 +33,24 @@ class Rotated(data.Sampler):
 
 
 class Own(Rotated):
-    """Has a state that each new epoch changes."""
+    """Has two orders in turn."""
 
     epoch = 0
 
     def set_epoch(self, epoch):
-        self.epoch = max(epoch, self.epoch)
+        self.epoch = 1 - self.epoch
+
+
+class Grows(Rotated):
+    """Has more samples in each epoch."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 20 + self.epoch
+
+    def __iter__(self):
+        return iter(range(len(self)))
 
 
 def gives(numbers):
@@ -47,7 +60,8 @@ def gives(numbers):
 SAMPLERS = {
     "weighted": lambda part: data.WeightedRandomSampler(HEAVY, 30),
     "rotated": lambda part: Rotated(),
-    "as_list": lambda part: [*range(40), *range(8)],  # torch takes any iterable with a length
+    "as_list": lambda part: np.int32([*range(40), *range(8)]),  # torch takes any iterable with a length
+    "grows": lambda part: Grows(),
     "own": lambda part: Own(),
     "distributed": lambda part: data.DistributedSampler(part, 2, 0),
     "batches": lambda part: data.BatchSampler(range(50), 8, drop_last=False),
@@ -98,6 +112,11 @@ def test_no_shuffling_and_few_samples_leave_the_sampler_out(more, tmp_path):
 
 
 REFUSED = "distributed batches short endless negative floats no_length empty part".split()
+
+
+def test_a_sampler_whose_length_changes_is_one_line(error_of):
+    said = error_of("-dataset grows -arch norm_net -num_classes 4 -cpu 1")
+    assert "the sampler of train gives 20 samples at first, and others in a later epoch" in said
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -194,6 +194,11 @@ def test_parts_that_do_not_fit_together_are_refused():
     with pytest.raises(UsageError, match="has shares for"):
         sampling.Mixture({"one": one}, {"other": 1})
     one.sampler = range(4)
+    for part, share, message in (([], 1, "one of a mixture is empty"), ([1], -1, "the shares of a mixture are")):
+        with pytest.raises(UsageError, match=message):
+            sampling.Mixture({"one": Items(part)}, {"one": share})
+    with pytest.raises(UsageError, match="only one of the whole can draw"):
+        fetch.draw_order(ConcatDataset([Items([1], sampler=[0]), Items([2])]), 0, 0)
     with pytest.raises(UsageError, match="give it weights instead"):
         sampling.Mixture({"one": one}, {"one": 1})
 
