@@ -27,11 +27,12 @@ class Engine:
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
             raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
+        self.sums = False  # whether DDP sums in this pass
         self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
         self.by_ddp: set[nn.Parameter] = set()
         self.reached: set[nn.Parameter] = set()  # by this backward pass
         for module in self.wrapped:
-            module.register_forward_pre_hook(lambda module, inputs: self.called.add(module))
+            module.register_forward_pre_hook(self._note)
             needed = [one for one in module.parameters() if one.requires_grad]
             self.by_ddp.update(getattr(module, "trained", needed))  # a trainer may freeze and thaw layers since
             for parameter in needed:
@@ -41,7 +42,7 @@ class Engine:
 
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
-        self.parameters = parameters
+        self.parameters, self.sums = parameters, micro_batch.last
         self.called.clear()
         self.reached.clear()
         for module in self.wrapped:
@@ -59,6 +60,11 @@ class Engine:
             self.figures[micro_batch.number] = figures
         for module in self.wrapped if micro_batch.last else ():
             self._check(module)
+
+    def _note(self, module: nn.Module, inputs: tuple) -> None:
+        self.called.add(module)
+        if self.sums and torch.is_grad_enabled() and not module.require_backward_grad_sync:
+            raise UsageError("training_step calls the model within no_sync(): leave it out, the trainer sees to it")
 
     def _check(self, module: DistributedDataParallel) -> None:
         named = [(name, p) for name, p in module.module.named_parameters() if p in self.by_ddp]

@@ -143,6 +143,9 @@ class Trainer:
         trained = [one for optimizer in self.all_optimizers for one in optimizers.parameters_of([optimizer])]
         if len(trained) > len({*trained}) and type(self).due_optimizers is Trainer.due_optimizers:
             raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
+        if any(shards.is_sharded(one) and one._backward_hooks for one in trained):
+            hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
+            raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
         own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
         buffers.take_first(own if self.world.size > 1 else ())
         engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
@@ -208,6 +211,7 @@ class Trainer:
         self.set_learning_rate()
         self.is_unscaled = not self.scaler.is_enabled()
         norm = self.optimizer_step()
+        norm = norm.full_tensor() if shards.is_sharded(norm) else norm
         if not self.is_unscaled:
             raise UsageError("-fp16: optimizer_step must call clip_gradients(), which takes the scaler's factor out")
         if not isinstance(norm, Tensor) or norm.ndim:

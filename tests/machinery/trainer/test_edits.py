@@ -675,6 +675,13 @@ def returning(loss):
     return type("Returns", (trainer.Trainer,), {"training_step": lambda self, batch: loss})
 
 
+class NoSync(trainer.Trainer):
+    def training_step(self, batch):
+        with self.model.no_sync():
+            return super().training_step(batch)
+
+
+HOOKED = with_change(lambda self: self.model[1].weight.register_hook(lambda gradient: gradient / 2))
 SECOND_OPTIMIZER = with_change(lambda self: setattr(self, "later", torch.optim.SGD(self.model.parameters(), lr=0.1)))
 FROZEN_IN_DDP = with_change(lambda self: state.unwrap(self.model)[1].requires_grad_(False))
 STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
@@ -692,6 +699,8 @@ REFUSED = [  # flags and what is said
     (LateTeacher, "-cpu 1", "trainer.teacher was made or replaced after the start"),
     (LISTED, "-cpu 1", "self.optimizer is a list, no torch.optim.Optimizer"),
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
+    (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
+    (HOOKED, "-cpu 2 -parallel fsdp", "a parameter has a register_hook, which FSDP never calls"),
     (NoNorm, "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (Renames, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
