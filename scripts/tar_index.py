@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ MOST_CLASSES = 1 << 20
 QUIET_S = 30  # between two lines of progress where stderr is no terminal
 # Of an index: where the files of a sample lie, with their headers. Without a class, its label is -1.
 ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4")])
+CHECKSUM_BYTES = 4  # of the rows, at an index's end
 SPLITS = ("train", "val", "test")
 
 
@@ -121,7 +123,9 @@ def find_index(data: str, cache_dir: str | None, split: str, shards: list[str], 
     about = [*store.map(functools.partial(name_and_version, store=store), shards)]
     root = root_of(data)
     place = (root if is_url(data) else os.path.realpath(root)) if cache_dir else ""  # others may have theirs there
-    key = hashlib.sha256(repr((about, place, "samples")).encode()).hexdigest()[:16]  # other rows need another name
+    key = hashlib.sha256(repr((about, place, "samples, checksum")).encode()).hexdigest()[
+        :16
+    ]  # other rows need another name
     file = Path(cache_dir or root) / "index" / f"{split}_{key}.npy"
     if not file.exists():  # its folder may be writable for others only
         make_index(file, shards, split, data, store)
@@ -144,8 +148,14 @@ def open_index(found: dict[str, Any], with_classes: bool = True) -> dict[str, tu
             file, shards = found[split]
             try:
                 rows = np.load(file, mmap_mode="r")
+                with Path(file).open("rb") as whole:
+                    whole.seek(-CHECKSUM_BYTES, os.SEEK_END)
+                    if int.from_bytes(whole.read()) != zlib.crc32(rows):
+                        raise ValueError("its checksum is wrong")
             except (ValueError, EOFError) as error:
                 raise UsageError(f"{file}: damaged ({error}): remove it, and it is made again") from None
+            except OSError as error:
+                raise UsageError(f"{file}: cannot be read ({error.strerror}): give a -cache_dir") from None
             if not len(rows):
                 raise UsageError(f"{root_of(shards[0])}: no sample in the shards of {split}")
             if with_classes and rows["label"].min() < 0:
@@ -173,6 +183,7 @@ def make_index(file: Path, shards: list[str], split: str, data: str, store: Any)
         try:
             with atomic.new_version(file) as partial, partial.open("wb") as opened:
                 np.save(opened, rows)
+                opened.write(zlib.crc32(rows).to_bytes(CHECKSUM_BYTES))
         except OSError as error:
             raise UsageError(f"-data {data}: the index cannot be written ({error}): give a -cache_dir") from None
 

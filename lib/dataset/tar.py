@@ -79,10 +79,13 @@ class Shards(folder.Images):
         if tar_index.is_url(shard):
             data = self.fetched.get(place) or tar_index.read_remote([place])[0]
         else:
-            with open(shard, "rb", buffering=0) as file:  # noqa: PTH123  # a fork shares no place in it
-                data = os.pread(file.fileno(), size, begin)
+            try:
+                with open(shard, "rb", buffering=0) as file:  # noqa: PTH123  # a fork shares no place in it
+                    data = os.pread(file.fileno(), size, begin)
+            except FileNotFoundError:
+                data = b""
         if len(data) < size:
-            raise UsageError(f"{shard}: shorter than when its index was written")
+            raise UsageError(f"{shard}: shorter than when its index was written, or gone")
         return data
 
     def prefetch_samples(self, indices: list[int]) -> None:

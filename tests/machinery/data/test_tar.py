@@ -150,6 +150,20 @@ def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, mon
     assert len(dataset(shards, "-cache_dir", str(tmp_path / "cache"))["val"]) == 6
 
 
+def test_a_damaged_index_is_named(shards):
+    dataset(shards)
+    [index] = (shards / "index").glob("train_*.npy")
+    rows = np.load(index, mmap_mode="r+")
+    rows["label"][0] ^= 1
+    rows.flush()
+    with pytest.raises(UsageError, match=r"npy: damaged .its checksum is wrong.: remove it"):
+        dataset(shards)
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(UsageError, match=r"npy: cannot be read .Is a directory.: give a -cache_dir"):
+        dataset(shards)
+
+
 def test_several_processes_make_one_index_and_a_kill_leaves_none(shards):
     fork = multiprocessing.get_context("fork")
     sleepy = "find_samples", lambda shard: time.sleep(60)
@@ -236,6 +250,9 @@ def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
     write(shards / "train-1.tar", {"7.jpg": bytes(99999), "7.cls": b"1"})
     with pytest.raises(UsageError, match=r"train-1\.tar: changed since its index was written"):
         part[6]
+    (shards / "train-2.tar").rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written, or gone"):
+        part[11]
     (shards / "train-2.tar").write_bytes(b"")
     with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written"):
         part[11]
