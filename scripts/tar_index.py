@@ -123,9 +123,8 @@ def find_index(data: str, cache_dir: str | None, split: str, shards: list[str], 
     about = [*store.map(functools.partial(name_and_version, store=store), shards)]
     root = root_of(data)
     place = (root if is_url(data) else os.path.realpath(root)) if cache_dir else ""  # others may have theirs there
-    key = hashlib.sha256(repr((about, place, "samples, checksum")).encode()).hexdigest()[
-        :16
-    ]  # other rows need another name
+    text = repr((about, place, "samples, checksum"))  # other rows need another name
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = Path(cache_dir or root) / "index" / f"{split}_{key}.npy"
     if not file.exists():  # its folder may be writable for others only
         make_index(file, shards, split, data, store)

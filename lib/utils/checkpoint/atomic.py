@@ -32,7 +32,8 @@ def new_version(path: Path) -> Iterator[Path]:
         yield partial
         publish(partial, path)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # the name that people know
+        if error.filename == str(partial):
+            error.filename, error.filename2 = str(path), None  # the name that people know
         raise
     finally:
         with contextlib.suppress(OSError):

@@ -52,6 +52,17 @@ def test_rows_that_are_no_probabilities_are_refused_after_batches_with_one_label
     assert "rows that do not sum to 1, as several labels a sample, or are negative" in line
 
 
+@pytest.mark.parametrize("lengths", [(5, 4), (4, 5)])
+def test_a_batch_as_long_as_there_are_classes_does_not_change_where_they_are(lengths):
+    """Of four classes; sequences that are padded to the longest in their batch."""
+    usual, odd = criterion(), criterion()
+    for length in lengths:
+        usual(torch.randn(2, length, 4), torch.zeros(2, length, dtype=torch.int64))
+    with pytest.raises(UsageError, match=r"outputs \(2, 4, \d\) have the classes first or last"):
+        for length in lengths:
+            odd(torch.randn(2, 4, length), torch.zeros(2, length, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool])
 def test_labels_of_any_whole_type_give_the_loss_of_int64(kind):
     labels, outputs = torch.arange(8) % 2, torch.randn(8, 2)
