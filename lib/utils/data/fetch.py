@@ -221,8 +221,7 @@ def begin_worker(parent: int, number: int) -> None:
     if os.getppid() != parent:
         os._exit(FAILED)
     worker: Any = get_worker_info()
-    if worker and worker.num_workers > 1:
-        worker.dataset.places = inherited_places()
+    worker.dataset.places = inherited_places()
 
 
 def inherited_places() -> dict[int, int]:
