@@ -70,28 +70,18 @@ def last_value(flag: str, argv: list[str]) -> str:
     return ""
 
 
-class Unique(yaml.BaseLoader):
-    """Reads all values as text; refuses a key that is there twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Return a mapping. Raises yaml.YAMLError, with the lines of both, for two values of one key."""
-        found: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key.value, str)):
-            first = found.setdefault(key.value, key.start_mark.line + 1)
-            if first != key.start_mark.line + 1:
-                raise yaml.YAMLError(f"{key.value} is in line {first} and in line {key.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
 def read_cfg(path: str) -> dict[str, list[str]]:
     """Return the values of each flag in a YAML file, as text, without the key `about`, which is for people."""
     try:
         text = files.read_bytes(Path(types.path(path)), most=CFG_BYTES, follow=True).decode()
-        entries = yaml.load(text, Unique)
+        entries = yaml.load(text, yaml.BaseLoader)
     except (OSError, ValueError, argparse.ArgumentTypeError, yaml.YAMLError) as error:
         raise UsageError(f"-cfg {path!r}: cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(entries, dict):
         raise UsageError(f"-cfg {path}: {'no mapping' if entries else 'empty'}; it must have lines `flag: value`")
+    keys = [key.value for key, _ in yaml.compose(text, yaml.BaseLoader).value]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UsageError(f"-cfg {path}: {twice[0]} is there twice")
     entries.pop("about", None)
     found = {name: value if isinstance(value, list) else [value] for name, value in entries.items()}
     for name, values in found.items():

@@ -32,6 +32,8 @@ MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 CODE = FunctionType | MethodType | BuiltinFunctionType | functools.partial | type
+UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
+IDLE = "no step has trained %s (%d in all): no gradient reached it"
 MOST_BYTES = 1 << 25  # of a value that `plain_values` compares
 
 
@@ -44,8 +46,7 @@ class Checks:
                 raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.schema = shards.schema(find_parts(trainer).weights())
-        self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
-        self.idle: list[str] = []  # parameters that no gradient reached
+        self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.steps = 0  # of this start
@@ -97,15 +98,13 @@ class Checks:
         trained = {*parameters_of(self.trainer.all_optimizers)}
         bare = {f"trainer.{key}": one for key, one in vars(self.trainer).items() if isinstance(one, nn.Parameter)}
         named = {**bare, **parts.parameters()}.items()
+        known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
-        if odd and odd != self.untrained:
-            log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
-        self.untrained = odd
-        kept = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
-        idle = [name for name, one in named if one in trained - kept and one.requires_grad and one.grad is None]
-        if kept and idle and idle != self.idle:
-            log.warning("no step has trained %s (%d in all): no gradient reached it", idle[0], len(idle))
-        self.idle = idle
+        idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
+        for text, names in ((UNTRAINED, odd), (IDLE, idle if known else [])):
+            if names and names != self.said.get(text):
+                log.warning(text, names[0], len(names))
+            self.said[text] = names
         if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
             advice = "make it a saved buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)

@@ -46,16 +46,12 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     return getattr(dataset, name, default)
 
 
-def inner(dataset: Any) -> list[Any]:
-    """Return the datasets that a Subset, or a ConcatDataset, reads from."""
-    return [dataset.dataset] if isinstance(dataset, Subset) else list(getattr(dataset, "datasets", ()))
-
-
 def has_weights(dataset: Any) -> bool:
     """Return whether a dataset, or one that it reads from, says by `weights` how often each sample comes."""
     weights = option(dataset, "weights")  # those of a model may be there under this name
     has_own = hasattr(weights, "__len__") and not isinstance(weights, str | Mapping)
-    return has_own or any(map(has_weights, inner(dataset)))
+    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    return has_own or any(map(has_weights, inner))
 
 
 def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
