@@ -242,14 +242,12 @@ def read_text(data: str) -> np.ndarray:
         files += [Path(folder, name) for name in names if not is_debris(name)]
     if not files:
         raise UsageError(f"-data {data}: neither train.bin nor a text there; scripts/make_tokens.py makes train.bin")
-    files = [file for file in files if file.suffix == ".py" or not library]
-    for file in files:
+    texts, is_mapped = [], root.is_file() and root.stat().st_size
+    for file in sorted(file for file in files if file.suffix == ".py" or not library):
         if not file.is_file() or file.suffix.lower() in (".bin", ".npy", ".npz"):
             raise UsageError(f"{file} is no text: -data is a text, or a folder of texts, or of train.bin and val.bin")
-    is_mapped = root.is_file() and root.stat().st_size
-    texts = [np.memmap(root, np.uint8, "r") if is_mapped else np.fromfile(file, np.uint8) for file in sorted(files)]
-    for file, text in zip(sorted(files), texts):
-        if 0 in text[:CHECKED]:
+        texts.append(np.memmap(file, np.uint8, "r") if is_mapped else np.fromfile(file, np.uint8))
+        if 0 in texts[-1][:CHECKED]:
             hint = "save a text as UTF-8; scripts/make_tokens.py -bytes takes any file"
             raise UsageError(f"{file} is no text: it has a zero byte; {hint}")
     return texts[0] if is_mapped else np.concatenate(texts)
