@@ -3,7 +3,6 @@
 Token files are those of scripts/make_tokens.py, nanoGPT, llm.c and others. They may be larger than memory.
 """
 
-import json
 import os
 import re
 import sysconfig
@@ -16,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lib.utils import seeding
+from lib.utils.checkpoint.run_folder import read_json
 from lib.utils.errors import UsageError
-from lib.utils.files import is_debris, read_bytes
+from lib.utils.files import is_debris
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a split that are looked at before training; each batch is checked, too
@@ -153,13 +153,11 @@ def split_of(name: str) -> str:
 
 def read_meta(data: str) -> dict | None:
     """Return what meta.json says, None without one: {} if scripts/make_tokens.py has not written it."""
-    try:
-        meta = json.loads(read_bytes(Path(data) / "meta.json", follow=True))
-    except FileNotFoundError:
+    file = Path(data) / "meta.json"
+    if not file.exists():
         return None
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(meta, dict) or meta.get("type", "uint16") not in ("uint16", "uint32"):
+    meta = read_json(file, follow=True)
+    if meta.get("type", "uint16") not in ("uint16", "uint32"):
         return {}
     counts = [meta.get("vocabulary"), *(meta.get(split, 1) for split in ("train", "val", "test"))]
     return meta if all(type(one) is int and 0 < one < 1 << 48 for one in counts) else {}

@@ -59,7 +59,7 @@ def load_optional(module: str, flag: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        hint = "this project has deleted it, or it is not installed (is .venv active?)"
+        hint = "deleted here, or not installed (is .venv active?)"
         raise UsageError(f"{flag}: {module} cannot be imported: {error}: {hint}") from None
 
 
