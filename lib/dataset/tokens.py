@@ -118,16 +118,15 @@ class Joined:
     """Several arrays of tokens as one, of which slices are read."""
 
     def __init__(self, parts: list[np.ndarray]):
-        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
-        self.begins = self.ends - [len(part) for part in parts]
+        self.parts, self.edges = parts, np.cumsum([0, *map(len, parts)])
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.edges[-1])
 
     def __getitem__(self, places: slice) -> np.ndarray:
         begin, end, _ = places.indices(len(self))
-        first, last = np.searchsorted(self.ends, [begin, end - 1], "right")
-        used = [(self.parts[number], self.begins[number]) for number in range(first, last + 1)]
+        first, last = np.searchsorted(self.edges, [begin, end - 1], "right") - 1
+        used = [(self.parts[number], self.edges[number]) for number in range(first, last + 1)]
         return np.concatenate([part[max(0, begin - place) : end - place] for part, place in used])
 
 
