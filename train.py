@@ -1,5 +1,6 @@
 """Trains a model: the whole run on one page."""
 
+import contextlib
 import faulthandler
 
 from lib import config, launch
@@ -35,25 +36,25 @@ def train(args: config.Args) -> int:
     """Be one process of the run: build its parts and train. Returns the exit code."""
     from lib.core import loss as losses
     from lib.core import optimizer
-    from lib.run import open_run
+    from lib.run import Run
     from lib.utils import seeding, watchdog
 
-    with watchdog.watch(args.hang_minutes):
+    with watchdog.watch(args.hang_minutes), contextlib.ExitStack() as stack:
         seeding.seed(seeding.MODEL, args.seed)  # a dataset may draw while it is built
         dataset, arch, trainers = plugins.load_chosen(args)
         watchdog.begin(f"get_dataset of -dataset {args.dataset}")
         data = dataset.get_dataset(args)
-        with open_run(args, data) as run:  # who this process is, the run's folder, its past, how its steps are cut
-            model = run.build(arch)  # on its device, in DistributedDataParallel or FSDP2
-            loss = run.prepare(losses.get_loss(args))
-            optimizers = optimizer.get_optimizers(model, loss, args)
-            loaders, logger = run.begin()  # nothing was written before
-            trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
-            if args.eval:
-                return EXIT_CODES[load_optional("scripts.evaluation", "-eval").evaluate(trainer)]
-            if args.debug:
-                return EXIT_CODES[load_optional("scripts.debug", "-debug").debug(trainer, run.past)]
-            return EXIT_CODES[trainer.fit(run.past)]
+        run = Run(args, data, stack)  # who this process is, the run's folder, its past, how its steps are cut
+        model = run.build(arch)  # on its device, in DistributedDataParallel or FSDP2
+        loss = run.prepare(losses.get_loss(args))
+        optimizers = optimizer.get_optimizers(model, loss, args)
+        loaders, logger = run.begin()  # nothing was written before
+        trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
+        if args.eval:
+            return EXIT_CODES[load_optional("scripts.evaluation", "-eval").evaluate(trainer)]
+        if args.debug:
+            return EXIT_CODES[load_optional("scripts.debug", "-debug").debug(trainer, run.past)]
+        return EXIT_CODES[trainer.fit(run.past)]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -22,18 +21,13 @@ from lib.utils.monitoring.logger import Logger, NoLogger
 log = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def open_run(args: Args, dataset: Any) -> Iterator["Run"]:
-    """Open the run with what get_dataset returned, and close it at the block's end."""
-    with contextlib.ExitStack() as stack:
-        yield Run(args, dataset, stack)
-
-
 class Run:
     """What this process knows of its run before the training."""
 
     def __init__(self, args: Args, dataset: Any, stack: contextlib.ExitStack):
-        """Find out what the run is. Nothing is written by then. Raises UsageError if it cannot be what the flags say.
+        """Find out what the run is, by then nothing is written. Raises UsageError if it cannot be what the flags say.
+
+        `dataset` is what get_dataset returned; what is opened closes with the stack.
 
         1. Join the process group, and set up this process's device.
         2. Lock the run's folder, unless this is -eval or -debug.
@@ -94,7 +88,10 @@ class Run:
         if folder:
             about = {**runtime.describe(world), "classes": self.plan.data["classes"], **self.skipped}
             settings = to_yaml(args, about, resume.effective_flags(self.plan))
-            folder.begin(settings, resume.start_facts(args, self.plan, self.past))
+            start = resume.config_to_save(args, self.plan)
+            if self.past and self.past.folder.parent != folder.path / "checkpoints":
+                start["resume"] = str(self.past.folder.absolute())
+            folder.begin(settings, start)
         console.setup_logging(folder and folder.path, world.rank)
         log.info("threads:     %d", torch.get_num_threads())
         if self.mirror:

@@ -29,12 +29,8 @@ def names(kind: str) -> list[str]:
 
 def load(kind: str, name: str) -> ModuleType:
     """Import lib/KIND/NAME.py. Raises UsageError if it lacks its builder, or needs a package that is missing."""
-    try:
-        with no_exit():
-            module = importlib.import_module(f"lib.{kind}.{name}")
-    except ModuleNotFoundError as error:
-        file = f"lib/{kind}/{name}.py"
-        raise UsageError(f"-{kind} {name}: {file} cannot be imported: {error} (is .venv active?)") from None
+    with no_exit():
+        module = load_optional(f"lib.{kind}.{name}", f"-{kind} {name}")
     if not hasattr(module, BUILDERS[kind]):
         raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
     return module

@@ -3,7 +3,6 @@
 Token files are those of scripts/make_tokens.py, nanoGPT, llm.c and others. They may be larger than memory.
 """
 
-import json
 import os
 import re
 import sysconfig
@@ -16,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lib.utils import seeding
+from lib.utils.checkpoint.run_folder import read_json
 from lib.utils.errors import UsageError
-from lib.utils.files import is_debris, read_bytes
+from lib.utils.files import is_debris
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a split that are looked at before training; each batch is checked, too
@@ -118,16 +118,15 @@ class Joined:
     """Several arrays of tokens as one, of which slices are read."""
 
     def __init__(self, parts: list[np.ndarray]):
-        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
-        self.begins = self.ends - [len(part) for part in parts]
+        self.parts, self.edges = parts, np.cumsum([0, *map(len, parts)])
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.edges[-1])
 
     def __getitem__(self, places: slice) -> np.ndarray:
         begin, end, _ = places.indices(len(self))
-        first, last = np.searchsorted(self.ends, [begin, end - 1], "right")
-        used = [(self.parts[number], self.begins[number]) for number in range(first, last + 1)]
+        first, last = np.searchsorted(self.edges, [begin, end - 1], "right") - 1
+        used = [(self.parts[number], self.edges[number]) for number in range(first, last + 1)]
         return np.concatenate([part[max(0, begin - place) : end - place] for part, place in used])
 
 
@@ -153,13 +152,11 @@ def split_of(name: str) -> str:
 
 def read_meta(data: str) -> dict | None:
     """Return what meta.json says, None without one: {} if scripts/make_tokens.py has not written it."""
-    try:
-        meta = json.loads(read_bytes(Path(data) / "meta.json", follow=True))
-    except FileNotFoundError:
+    file = Path(data) / "meta.json"
+    if not file.exists():
         return None
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(meta, dict) or meta.get("type", "uint16") not in ("uint16", "uint32"):
+    meta = read_json(file, follow=True)
+    if meta.get("type", "uint16") not in ("uint16", "uint32"):
         return {}
     counts = [meta.get("vocabulary"), *(meta.get(split, 1) for split in ("train", "val", "test"))]
     return meta if all(type(one) is int and 0 < one < 1 << 48 for one in counts) else {}
@@ -242,14 +239,12 @@ def read_text(data: str) -> np.ndarray:
         files += [Path(folder, name) for name in names if not is_debris(name)]
     if not files:
         raise UsageError(f"-data {data}: neither train.bin nor a text there; scripts/make_tokens.py makes train.bin")
-    files = [file for file in files if file.suffix == ".py" or not library]
-    for file in files:
+    texts, is_mapped = [], root.is_file() and root.stat().st_size
+    for file in sorted(file for file in files if file.suffix == ".py" or not library):
         if not file.is_file() or file.suffix.lower() in (".bin", ".npy", ".npz"):
             raise UsageError(f"{file} is no text: -data is a text, or a folder of texts, or of train.bin and val.bin")
-    is_mapped = root.is_file() and root.stat().st_size
-    texts = [np.memmap(root, np.uint8, "r") if is_mapped else np.fromfile(file, np.uint8) for file in sorted(files)]
-    for file, text in zip(sorted(files), texts):
-        if 0 in text[:CHECKED]:
+        texts.append(np.memmap(file, np.uint8, "r") if is_mapped else np.fromfile(file, np.uint8))
+        if 0 in texts[-1][:CHECKED]:
             hint = "save a text as UTF-8; scripts/make_tokens.py -bytes takes any file"
             raise UsageError(f"{file} is no text: it has a zero byte; {hint}")
     return texts[0] if is_mapped else np.concatenate(texts)

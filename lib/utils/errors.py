@@ -55,11 +55,12 @@ def no_exit() -> Iterator[None]:
 
 
 def load_optional(module: str, flag: str) -> ModuleType:
-    """Import a part that a project may have deleted. Raises UsageError, with the flag that needs it, if it has."""
+    """Import a plugin, or a part that a project may have deleted. Raises UsageError, with its flag, if it cannot."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{flag}: {error}: this project has deleted it, or .venv is not active") from None
+        hint = "deleted here, or not installed (is .venv active?)"
+        raise UsageError(f"{flag}: {module} cannot be imported: {error}: {hint}") from None
 
 
 def suggest(name: str, there: Iterable[str]) -> str:

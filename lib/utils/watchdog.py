@@ -45,7 +45,7 @@ class Watchdog:
             stalled += 1
             if stalled * self.interval_s >= say_after:
                 say_after *= 2
-                self.start_report(stalled, since)
+                threading.Thread(target=self.report, args=(stalled, since, False), daemon=True).start()
             self.end_if_hung(stalled, since)
 
     def end_if_hung(self, stalled: int, since: str) -> None:
@@ -53,7 +53,7 @@ class Watchdog:
         seconds = self.minutes * 60 if self.step is not None else max(self.minutes * 60, SAY_AFTER_S)
         limit = math.ceil(seconds / self.interval_s)
         if stalled == limit:
-            self.start_report(stalled, since, stacks=True)
+            threading.Thread(target=self.report, args=(stalled, since, True), daemon=True).start()
         at_breakpoint = distributed.place().size == 1 and sys.stdin and sys.stdin.isatty()
         # The end of one rank ends the others: they report first.
         if stalled == limit + max(3, limit // 20) and not at_breakpoint:
@@ -61,17 +61,12 @@ class Watchdog:
                 child.kill()
             os._exit(FAILED)
 
-    def start_report(self, stalled: int, since: str, stacks: bool = False) -> None:
-        """Report in a thread: a dead disk, or a lock of logging, may block it."""
-        arguments = stalled * self.interval_s, since, stacks
-        threading.Thread(target=self.report, args=arguments, name="watchdog report", daemon=True).start()
-
-    def report(self, seconds: float, since: str, stacks: bool) -> None:
-        """Log for how long nothing has moved and where, also with the stacks of all threads."""
+    def report(self, stalled: int, since: str, stacks: bool) -> None:
+        """Log for how long nothing has moved and where, maybe with all threads' stacks; a dead disk may block it."""
         where = "before the first step" if self.step is None else f"at step {self.step}"
         who = f"rank {distributed.place().rank} on {socket.gethostname()}, since {since}"
-        text = f"nothing moved for {seconds:.0f} s (-hang_minutes {self.minutes:g}) {where}: {who}: "
-        text += self.activity + self.hint()
+        seconds = f"{stalled * self.interval_s:.0f} s (-hang_minutes {self.minutes:g})"
+        text = f"nothing moved for {seconds} {where}: {who}: {self.activity}{self.hint()}"
         text += "; the stacks of its threads follow in its log" if stacks else ""
         log.log(logging.ERROR if stacks else logging.WARNING, text)  # on stderr while there is no log
         if stacks:

@@ -56,14 +56,6 @@ def read_start(args: "Args", world: World) -> dict:
     return next(filter(None, world.on_writers(read)), {})
 
 
-def start_facts(args: "Args", plan: Plan, past: Past | None) -> dict:
-    """Return what this start settles, for start.json: the flags and data of the run, and where it began."""
-    facts = config_to_save(args, plan)
-    if past and past.folder.parent != run_folder.path_of(args) / "checkpoints":
-        facts["resume"] = str(past.folder.absolute())
-    return facts
-
-
 def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
 

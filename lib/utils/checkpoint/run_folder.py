@@ -261,10 +261,10 @@ def is_lost_peer(error: BaseException) -> bool:
     return by_torch or by_gloo or isinstance(error, ConnectionError)
 
 
-def read_json(path: Path) -> dict:
-    """Return what a JSON file holds, {} if it holds no dict, or cannot be read."""
+def read_json(path: Path, *, follow: bool = False) -> dict:
+    """Return what a JSON file, or with `follow` a link to one, holds; {} if it holds no dict, or cannot be read."""
     try:
-        facts = json.loads(files.read_bytes(path))
+        facts = json.loads(files.read_bytes(path, follow=follow))
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

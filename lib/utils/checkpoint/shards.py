@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES as TYPES
 from torch import Tensor
 
 from lib.utils import files, watchdog
@@ -26,18 +27,8 @@ from lib.utils.errors import UsageError
 FILE_NAME = "shard_{:04d}.safetensors"  # of a rank
 CHUNK = 1 << 20  # bytes
 CHECKSUMS = "crc32_of_tensors"  # in a weights file's metadata, JSON
-DTYPES = {  # as safetensors calls them; others are refused
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+KINDS = {name: TYPES[name] for name in "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split()}  # others are refused
+DTYPES = {kind: name for name, kind in KINDS.items()}
 
 
 class Damaged(Exception):
@@ -132,8 +123,7 @@ def verify(path: Path, wanted: dict) -> None:
 
 def make_empty(schema: dict[str, list]) -> dict[str, Tensor]:
     """Return tensors of these types and shapes, with any values."""
-    kinds = {word: kind for kind, word in DTYPES.items()}
-    return {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in schema.items()}
+    return {name: torch.empty(shape, dtype=KINDS[kind]) for name, (kind, shape) in schema.items()}
 
 
 @torch.no_grad()

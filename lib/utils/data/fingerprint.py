@@ -76,17 +76,14 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
 
 def _digest(value: Any, data: str, depth: int = 9) -> str:
     """Return a digest of a sample. An object of an unknown kind counts by its attributes, nine levels deep."""
-    if isinstance(value, Tensor) and value.is_nested:
-        content = [_digest(one, data, depth - 1) for one in value.unbind()]
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_nested:
         whole = value.detach().cpu().to_dense().resolve_conj().contiguous()
         content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, Mapping):
-        content = [_digest(one, data, depth - 1) for one in value.items()]
     elif str(getattr(value, "dtype", "")) == "object":
         content = _digest(value.tolist(), data, depth - 1)
-    elif isinstance(value, list | tuple):
-        content = [_digest(one, data, depth - 1) for one in value]
+    elif isinstance(value, Mapping | list | tuple | Tensor):
+        parts = value.items() if isinstance(value, Mapping) else value  # a tensor's, of those that are nested
+        content = [_digest(one, data, depth - 1) for one in parts]
     elif hasattr(value, "tobytes"):  # an array, or an image of Pillow
         about = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
         content = *map(str, about), value.tobytes()

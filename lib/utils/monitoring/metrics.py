@@ -88,9 +88,8 @@ class Predictions:
 
     def add(self, targets: Any, outputs: Any, count: Any) -> None:
         """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
-        if not (isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
-            return
-        if targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
+        are_tensors = isinstance(targets, Tensor) and isinstance(outputs, Tensor)
+        if not are_tensors or targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
             return
         if (given := outputs.shape[1]) != self.classes:
             if not self.warned:
