@@ -67,7 +67,7 @@ def test_a_plugin_that_cannot_be_read_shows_its_own_error_alone(monkeypatch, tmp
 
 def test_a_plugin_that_needs_a_missing_package_is_refused_with_its_name(monkeypatch, tmp_path):
     plugin_folder(monkeypatch, tmp_path, "arch", "lacks", "import nowhere_at_all\nget_model = print\n")
-    with pytest.raises(UsageError, match=r"-arch lacks: .* No module named 'nowhere_at_all': .*\(is .venv active\?\)"):
+    with pytest.raises(UsageError, match=r"-arch lacks: .* No module named 'nowhere_at_all': .*is .venv active"):
         plugins.load("arch", "lacks")
 
 

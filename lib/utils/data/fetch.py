@@ -62,8 +62,7 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     """
     sampler = option(dataset, "sampler")
     if sampler is None:
-        several = getattr(dataset, "datasets", ())  # of a ConcatDataset
-        if any(option(part, "sampler") is not None for part in several):
+        if [part for part in getattr(dataset, "datasets", ()) if option(part, "sampler") is not None]:
             raise UsageError("a part of the training samples has a sampler: only one of the whole can draw")
         return None
     if isinstance(dataset, Subset) and "sampler" not in vars(dataset):

@@ -1,5 +1,6 @@
 """Images stay bytes until they are on the device: mirrored and normalized there, in whole batches."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,11 @@ class Pixels:
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return uint8 images (..., C, H, W) as floats, not mirrored."""
-        means, deviations = (torch.tensor(values)[:, None, None] for values in (self.mean, self.deviation))
-        scale, shift = 1 / (255 * deviations), means / deviations
-        return images * scale.to(images.device, non_blocking=True) - shift.to(images.device, non_blocking=True)
+        scale, shift = _constants(self.mean, self.deviation, images.device)
+        return images * scale - shift
+
+
+@functools.lru_cache(maxsize=16)
+def _constants(mean: tuple, deviation: tuple, device: torch.device) -> tuple[Tensor, Tensor]:
+    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, deviation))
+    return (1 / (255 * deviations)).to(device), (means / deviations).to(device)

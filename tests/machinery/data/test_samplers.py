@@ -41,27 +41,21 @@ class Own(Rotated):
         self.epoch = 1 - self.epoch
 
 
-class Grows(Rotated):
-    """Has more samples in each epoch."""
-
-    epoch = 0
-
-    def __len__(self):
-        return 20 + self.epoch
-
-    def __iter__(self):
-        return iter(range(len(self)))
-
-
 def gives(numbers):
     return lambda part: type("Odd", (Rotated,), {"__iter__": lambda self: iter(numbers)})()
+
+
+def growing(part):
+    """A sampler that has more samples in each epoch."""
+    takes = {"epoch": 0, "__len__": lambda self: 20 + self.epoch, "__iter__": lambda self: iter(range(len(self)))}
+    return type("Grows", (Rotated,), takes)()
 
 
 SAMPLERS = {
     "weighted": lambda part: data.WeightedRandomSampler(HEAVY, 30),
     "rotated": lambda part: Rotated(),
     "as_list": lambda part: np.int32([*range(40), *range(8)]),  # torch takes any iterable with a length
-    "grows": lambda part: Grows(),
+    "grows": growing,
     "own": lambda part: Own(),
     "distributed": lambda part: data.DistributedSampler(part, 2, 0),
     "batches": lambda part: data.BatchSampler(range(50), 8, drop_last=False),
