@@ -236,10 +236,8 @@ class Trainer:
         """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
         accumulates = self.plan.engine == "stock" and not micro_batch.first
         if accumulates != any(one.grad is not None for one in self.trained):
-            fault = "calls backward by itself"
-            if accumulates:
-                fault = "calls zero_grad by itself, or its loss depends on no weight"
-            raise UsageError(f"training_step {fault}: let it return the whole loss")
+            faults = "calls backward by itself", "calls zero_grad by itself, or its loss depends on no weight"
+            raise UsageError(f"training_step {faults[accumulates]}: let it return the whole loss")
         figures = loss.new_empty(2, dtype=torch.promote_types(loss.dtype, torch.float32))
         figures[0], figures[1] = loss.detach(), count
         if micro_batch.step_parts > 1 or not micro_batch.count:

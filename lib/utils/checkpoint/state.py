@@ -147,8 +147,9 @@ class Parts:
         for part, optimizer in self.optimizers.items():
             memory, groups = (decode(one, tensors) for one in states[part])
             own, members = optimizer.param_groups, [group["params"] for group in groups]
-            if self.trained(part) != members[: len(own)]:
-                log.warning("the groups of %s have the parameters that the checkpoint says", part)
+            if (names := self.trained(part)) != members[: len(own)]:
+                lost = {*itertools.chain(*names)} - {*itertools.chain(*members)}
+                log.warning("%s has the groups of the checkpoint, and does not train %s", part, sorted(lost)[:3])
                 del own[len(groups) :]
                 for group, saved in zip(own, members, strict=False):
                     group["params"] = [parameters[name] for name in saved]
