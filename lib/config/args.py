@@ -4,6 +4,7 @@ import argparse
 import functools
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -79,9 +80,9 @@ def read_cfg(path: str) -> dict[str, list[str]]:
         raise UsageError(f"-cfg {path!r}: cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(entries, dict):
         raise UsageError(f"-cfg {path}: {'no mapping' if entries else 'empty'}; it must have lines `flag: value`")
-    keys = [key.value for key, _ in yaml.compose(text, yaml.BaseLoader).value]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise UsageError(f"-cfg {path}: {twice[0]} is there twice")
+    for name, times in Counter(key.value for key, _ in yaml.compose(text, yaml.BaseLoader).value).items():
+        if times > 1:
+            raise UsageError(f"-cfg {path}: {name} is there {times} times")
     entries.pop("about", None)
     found = {name: value if isinstance(value, list) else [value] for name, value in entries.items()}
     for name, values in found.items():

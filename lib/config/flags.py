@@ -90,7 +90,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-batch_per_gpu", COUNT, "samples a step for each process, instead of -batch_size", on_resume="forget")
     add("-micro_batch", COUNT, "most samples in a pass, for gradient accumulation (one process's share)")
     add("-shuffle", SWITCH, "a new order of the training samples every epoch", True)
-    add("-shuffle_block", COUNT, "shuffle blocks of N neighbours, each read at once: for URLs and slow disks", 1)
+    add("-shuffle_block", COUNT, "shuffle blocks of N neighbours, which need few requests to a URL", 1)
     add("-balance", SWITCH, "draw the training samples of each class equally often")
     add("-augment", SWITCH, "change training images at random, where the data set does so", True)
     add("-drop_last", SWITCH, "leave out an epoch's short last batch")

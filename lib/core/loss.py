@@ -153,7 +153,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
     divides by the sum of the weights.)
     """
 
-    kinds = frozenset()  # of outputs (B, ?, ?): "first", or whether a classes-last one may as well be the other
+    had_classes_first = had_either = False  # whether a batch had outputs (B, classes, length), or (B, N, N)
     found_odd: Tensor | bool = False  # whether a batch had floats as targets that are no probabilities, 0-d
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -163,11 +163,10 @@ class CrossEntropy(nn.CrossEntropyLoss):
         which may still be in a GPU's queue, `check_probabilities` does so.
         """
         if outputs.ndim == 3 and targets.ndim == 2:  # a batch of as many places as classes looks like both
-            kind = "first" if not _classes_last(outputs, targets) else outputs.shape[1] == outputs.shape[2]
-            self.kinds = self.kinds | {kind}
-            if self.kinds >= {"first", True}:
-                fault = f"outputs {tuple(outputs.shape)} have the classes first or last"
-                raise UsageError(f"{fault}: let the model give (B, length, classes)")
+            self.had_classes_first |= not _classes_last(outputs, targets)
+            self.had_either |= outputs.shape[1] == outputs.shape[2]
+            if self.had_classes_first and self.had_either:
+                raise UsageError("outputs (B, N, N) have the classes first or last: give (B, length, classes)")
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         numbers = not targets.is_floating_point()

@@ -32,13 +32,10 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
     for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        fault = ""
         if nn.parameter.is_lazy(one) or one.is_meta:
-            fault = "has no values yet: let get_model call the model once, or load its weights"
-        elif one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
-            fault = "is sparse or expanded: register a dense copy"
-        if fault:
-            raise UsageError(f"-arch {args.arch}: {name} {fault}")
+            raise UsageError(f"-arch {args.arch}: {name} has no values yet: call the model once, or load its weights")
+        if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
+            raise UsageError(f"-arch {args.arch}: {name} is sparse or expanded: register a dense copy")
     schema(model_tensors(model))  # refuses types that a checkpoint cannot hold
     return model
 
@@ -54,8 +51,9 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
-    for part in ([model] if args.compile == "model" else parts or [model]) if args.compile else ():
-        part.forward = torch.compile(part.forward)
+    if args.compile:
+        for part in (parts if args.compile == "blocks" else []) or [model]:
+            part.forward = torch.compile(part.forward)
     if "torch._dynamo" in sys.modules:  # get_model may compile, too
         _configure_compiler(engine)
     if args.recompute and not parts:

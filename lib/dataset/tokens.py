@@ -57,9 +57,10 @@ def get_dataset(args) -> dict[str, Dataset]:
         parts = {split: open_split(split, some, args.num_classes, meta) for split, some in files.items()}
     else:
         parts = read_texts(args.data)
-    if short := [split for split, part in parts.items() if not 0 < args.tokens_length < len(part)]:
-        fault = f"{short[0]} has {len(parts[short[0]]):,} tokens, and a sample needs one more than its length"
-        raise UsageError(f"-tokens_length {args.tokens_length}: {fault}")
+    for split, part in parts.items():
+        if not 0 < args.tokens_length < len(part):
+            fault = f"{split} has {len(part):,} tokens, and a sample needs one more than its length"
+            raise UsageError(f"-tokens_length {args.tokens_length}: {fault}")
     train = Windows(parts.pop("train"), args, args.tokens_samples, args.seed if args.shuffle else None)
     few = -(-args.tokens_samples // 16)
     return {"train": train, **{split: Windows(part, args, few) for split, part in parts.items()}}

@@ -212,7 +212,7 @@ class Fetch(Dataset):
 
 
 def begin_worker(parent: int, number: int) -> None:
-    """Begin a worker process; end it if its parent was killed meanwhile: torch (2.15) would let it wait for ever."""
+    """End a worker process whose parent is gone, as torch (2.15) does not; note the files that it shares."""
     if os.getppid() != parent:
         os._exit(FAILED)
     worker: Any = get_worker_info()

@@ -149,9 +149,11 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
     less = direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER)
     score = -figures[name] if less else figures[name]
     loss = "/".join([*name.split("/")[:-1], "loss"])  # outputs that are NaN have an accuracy, too
-    if odd := [one for one in (name, loss) if math.isnan(figures.get(one, 0.0))]:
-        log.warning("no best weights of this validation: its %s is NaN", odd[0])
-    if odd or (best and best["metric"] == name and score <= best["score"]):
+    for figure in (name, loss):
+        if math.isnan(figures.get(figure, 0.0)):
+            log.warning("no best weights of this validation: its %s is NaN", figure)
+            return None
+    if best and best["metric"] == name and score <= best["score"]:
         return None
     return {"metric": name, "value": figures[name], "score": score, "evaluation": number}
 

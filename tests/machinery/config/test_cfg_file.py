@@ -68,7 +68,7 @@ def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
         ("epochs:", "-epochs: '' is not a whole number"),
         ('out: "a\\0b"', "-out: 'a\\x00b' is not a line of text in UTF-8"),
         ("", "empty"),
-        ("epochs: 1\nseed: 2\nepochs: 3", "epochs is there twice"),
+        ("epochs: 1\nseed: 2\nepochs: 3", "epochs is there 2 times"),
         ("- epochs: 3", "no mapping"),
         (b"\xff\xfe\x00e", "cannot be read"),
     ],

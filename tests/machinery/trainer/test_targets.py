@@ -58,7 +58,7 @@ def test_a_batch_as_long_as_there_are_classes_does_not_change_where_they_are(len
     usual, odd = criterion(), criterion()
     for length in lengths:
         usual(torch.randn(2, length, 4), torch.zeros(2, length, dtype=torch.int64))
-    with pytest.raises(UsageError, match=r"outputs \(2, 4, \d\) have the classes first or last"):
+    with pytest.raises(UsageError, match=r"outputs \(B, N, N\) have the classes first or last"):
         for length in lengths:
             odd(torch.randn(2, 4, length), torch.zeros(2, length, dtype=torch.int64))
 
