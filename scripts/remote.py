@@ -6,6 +6,8 @@ fsspec knows the kinds of URLs; most need a package of their own, as s3fs, which
 import bisect
 import contextlib
 import errno
+import functools
+import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +31,7 @@ class Storage:
     def __init__(self, url: str):
         """Raise UsageError for a kind of URL that fsspec does not know, or whose package is missing."""
         try:
-            self.fs = fsspec.core.url_to_fs(url)[0]
+            self.fs = file_system(url, os.getpid())
         except (ImportError, ValueError) as error:
             raise UsageError(f"-data {url}: {error}") from None
 
@@ -55,12 +57,22 @@ class Storage:
             pool.shutdown(cancel_futures=True)
 
 
+@functools.cache
+def file_system(url: str, process: int) -> fsspec.AbstractFileSystem:
+    """Return what reads a URL in this process: a fork leaves fsspec's threads behind.
+
+    Those of the process that forked this one are kept here: as they go, they close its connections, which takes
+    them out of the epoll instance that both processes share, and it would wait for ever.
+    """
+    return fsspec.core.url_to_fs(url)[0]
+
+
 def read(ranges: list[tuple[str, int, int]]) -> list[bytes]:
     """Return the bytes of each (shard, offset, size): all are fetched at once, neighbours by one request.
 
     Raises UsageError if a server gives another number of bytes, and OSError.
     """
-    fs = fsspec.core.url_to_fs(ranges[0][0])[0]  # of this process: a fork leaves its threads behind
+    fs = file_system(ranges[0][0], os.getpid())
     shards, begins, sizes = (list(column) for column in zip(*ranges))
     ends = [begin + size for begin, size in zip(begins, sizes)]
     merged = merge_offset_ranges(shards, begins, ends, max_gap=GAP, max_block=MOST)

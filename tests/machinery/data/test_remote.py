@@ -9,6 +9,7 @@ from pathlib import Path
 import needs
 import pytest
 import tars
+from processes import ROOT
 from runs import run, same_tensors, weights
 
 from lib import config
@@ -53,6 +54,29 @@ def read(args) -> dict:
         pixels = [(image.numpy().tobytes(), label) for image, label in part]
         found[split] = part.fingerprint, part.classes, pixels, part.sample_name(len(part) - 1)
     return found
+
+
+AROUND_A_FORK = """
+import gc, os, sys
+from scripts import remote
+ranges = [(shard, 512, 600) for shard in sys.argv[1:]]
+found = remote.read(ranges)
+if not (child := os.fork()):
+    gc.collect()
+    os._exit(remote.read(ranges) != found)
+assert os.waitpid(child, 0)[1] == 0
+gc.collect()
+sys.stdout.buffer.write(b"".join(remote.read(ranges)))
+"""
+
+
+@pytest.mark.parametrize("kind", ["web", pytest.param("bucket", marks=pytest.mark.slow)])
+def test_a_process_reads_on_after_one_that_it_forked_has_read(shards, kind, request):
+    place = request.getfixturevalue(kind) + ("/good/shards" if kind == "web" else "")
+    names = ["train-0.tar", "train-1.tar"]
+    command = [sys.executable, "-c", AROUND_A_FORK, *(f"{place}/{name}" for name in names)]
+    found = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, cwd=ROOT).stdout
+    assert found == b"".join((shards / name).read_bytes()[512:1112] for name in names)
 
 
 BUSY, CUT = (pytest.param(f"{mode}/shards", marks=pytest.mark.slow) for mode in ("busy", "cut"))
