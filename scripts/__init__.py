@@ -18,6 +18,7 @@ update.py        merges a later version of the template into a project
 project.py       what a project gets, and which parts it may leave out
 completion.py    completes flags with the TAB key
 sampling.py      weights of samples and classes, mixtures; mixture.py: -data A=0.3,B=0.7
+shard_cache.py   -cache_gb: copies shards of a URL to this node
 make_tokens.py   token files from text
 make_digits.py   writes data/digits.npz
 flags_page.py    writes docs/flags.md

@@ -11,6 +11,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
@@ -48,6 +49,12 @@ class Storage:
     def open(self, file: str) -> Iterator[BinaryIO]:
         with os_errors(), self.fs.open(file, "rb", block_size=BLOCK, cache_type="readahead") as opened:
             yield opened
+
+    def copy(self, shard: str, file: Path, size: int) -> None:
+        """Copy a shard of so many bytes. Raises OSError, also if others come."""
+        files.retry(lambda: call(self.fs.get_file, shard, str(file)))
+        if file.stat().st_size != size:
+            raise OSError(errno.EIO, f"{file.stat().st_size:,} bytes came for {size:,}", shard)
 
     def map(self, function: Callable[[str], Any], shards: Iterable[str]) -> Iterator[Any]:
         pool = ThreadPoolExecutor(AT_ONCE)

@@ -154,6 +154,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-fp16", SWITCH, "mixed precision with float16 and a gradient scaler", on_resume="refuse")
     add("-bf16", SWITCH, "mixed precision with bfloat16", on_resume="refuse")
     add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
+    add("-cache_gb", POSITIVE, "copy shards of a URL to -cache_dir, up to X GB on a node", per_node=True)
     add("-parallel", {"choices": ("ddp", "fsdp")}, "ddp: every process has the whole model; fsdp: a shard", "ddp")
     add("-find_unused", SWITCH, "let DDP look for parameters that a pass does not use; not under -deterministic")
     add("-recompute", SWITCH, "gradient checkpointing: compute a block's activations again in the backward pass")

@@ -81,6 +81,7 @@ class Args(argparse.Namespace):
     fp16: bool
     bf16: bool
     cache_dir: str | None
+    cache_gb: float | None
     parallel: str
     find_unused: bool
     recompute: bool

@@ -7,9 +7,11 @@ once where each sample lies; scripts/pack.py makes shards of class folders. scri
 
 import os
 import zlib
+from pathlib import Path
 
 from torch.utils.data import Dataset
 
+import scripts.shard_cache as shard_cache
 import scripts.tar_index as tar_index
 from lib.dataset import folder
 from lib.dataset.folder import get_transform  # noqa: F401  # of predict.py and export.py
@@ -43,11 +45,18 @@ def get_dataset(args, dataset_class=None) -> dict[str, Dataset]:
     found = tar_index.find(args.data, args.cache_dir)
     names = found["classes"] or [str(number) for number in range(args.num_classes)]
     index = tar_index.open_index(found, with_classes=dataset_class is None)
-    return {split: (dataset_class or Shards)(args, split, names, *parts) for split, parts in index.items()}
+    datasets = {split: (dataset_class or Shards)(args, split, names, *parts) for split, parts in index.items()}
+    if args.cache_gb and tar_index.is_url(args.data):
+        splits = {split: found[split] for split in datasets}
+        for split, copies in shard_cache.start(Path(args.cache_dir), args.cache_gb, splits).items():
+            datasets[split].copies = copies
+    return datasets
 
 
 class Shards(folder.Images):
     """The samples of a split, each read from its shard when it is needed."""
+
+    copies: Path | None = None  # folder of copies of shards, which come there while this reads
 
     def __init__(self, args, split: str, classes: list[str], rows, shards: list[str]):
         super().__init__([], classes, args, drawn=split == "train" and args.augment)
@@ -71,7 +80,7 @@ class Shards(folder.Images):
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
         """Return a sample's name, and its files by ending. Raises OSError, or UsageError if the shard changed."""
-        return tar_index.read_files(self.read_bytes(index), self.place(index)[0])
+        return tar_index.read_files(self.read_bytes(index), self.shards[self.files[index]["shard"]])
 
     def read_bytes(self, index: int) -> bytes:
         """Return the bytes of a sample's files, with their headers. Raises OSError, or UsageError if one is gone."""
@@ -90,11 +99,11 @@ class Shards(folder.Images):
 
     def prefetch_samples(self, indices: list[int]) -> None:
         """Fetch the samples of a micro-batch at once, if they come from a URL."""
-        if tar_index.is_url(self.shards[0]):
-            places = [self.place(index) for index in indices]
-            self.fetched = dict(zip(places, tar_index.read_remote(places)))
+        places = [place for place in map(self.place, indices) if tar_index.is_url(place[0])]
+        self.fetched = dict(zip(places, tar_index.read_remote(places))) if places else {}
 
     def place(self, index: int) -> tuple[str, int, int]:
         """Return the shard of a sample, where its first header begins, and the size of all its files."""
         offset, size, number, _ = self.files[index].tolist()
-        return self.shards[number], offset, size
+        copy = self.copies / shard_cache.NAME.format(number) if self.copies else None
+        return str(copy) if copy and copy.exists() else self.shards[number], offset, size

@@ -1,7 +1,11 @@
 """-dataset tar from URLs: a web server that fails in three ways, and a real S3 (moto's)."""
 
 import concurrent.futures
+import functools
 import multiprocessing
+import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +13,7 @@ from pathlib import Path
 import needs
 import pytest
 import tars
-from processes import ROOT
+from processes import ROOT, until
 from runs import run, same_tensors, weights
 
 from lib import config
@@ -31,25 +35,32 @@ def shards(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def web(shards):
-    """The address of a web server."""
+@pytest.fixture
+def server(shards):
+    """The address of a web server, and its process."""
     command = [sys.executable, Path(__file__).with_name("web.py"), shards.parent]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
-        server.kill()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}", process
+        process.kill()
 
 
-def samples(data, *flags) -> dict:
+@pytest.fixture
+def web(server):
+    return server[0]
+
+
+def samples(data, *flags, between=dict) -> dict:
     """What a dataset has, read as loader processes read it: in a child, whose threads no test has then."""
     args = config.parse_args([*FLAGS, "-augment", "no", "-data", str(data), *map(str, flags)])
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
-        return child.submit(read, args).result()
+        return child.submit(read, args, between).result()
 
 
-def read(args) -> dict:
-    found = {}
-    for split, part in tar.get_dataset(args).items():
+def read(args, between) -> dict:
+    """Read all samples of a dataset; `between` is called before."""
+    found, parts = {}, tar.get_dataset(args)
+    between()
+    for split, part in parts.items():
         part.prefetch_samples([*range(0, len(part), 2), 0])
         pixels = [(image.numpy().tobytes(), label) for image, label in part]
         found[split] = part.fingerprint, part.classes, pixels, part.sample_name(len(part) - 1)
@@ -86,6 +97,43 @@ BUSY, CUT = (pytest.param(f"{mode}/shards", marks=pytest.mark.slow) for mode in 
 def test_shards_of_a_url_have_the_samples_of_those_on_a_disk(shards, web, tmp_path, place):
     assert samples(f"{web}/{place}", "-cache_dir", tmp_path) == samples(shards, "-cache_dir", tmp_path)
     assert len(list((tmp_path / "index").glob("*.npy"))) == 4
+
+
+def wait_for_copies(cache: Path, count: int, server: int) -> None:
+    """Wait until so many shards are on the disk; end the server where these are all of them."""
+    until(lambda: len([*cache.glob("*/*.tar")]) == count)
+    if count == 3:
+        os.kill(server, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("copies", [["train", "train", "val"], ["train"]])
+def test_copies_of_shards_up_to_cache_gb_are_read_once_they_are_there(shards, server, tmp_path, copies):
+    limit = 1 if len(copies) == 3 else ((shards / "train-0.tar").stat().st_size + 100) / 1e9
+    flags = ["-cache_dir", tmp_path, "-cache_gb", f"{limit:.9f}"]
+    between = functools.partial(wait_for_copies, tmp_path / "shards", len(copies), server[1].pid)
+    assert samples(f"{server[0]}/good/shards", *flags, between=between) == samples(shards)
+    assert sorted(file.parent.name.partition("_")[0] for file in tmp_path.glob("shards/*/*.tar")) == copies
+
+
+COPY_AND_WAIT = """
+import pathlib, signal, sys
+from scripts import shard_cache
+shard_cache.start(pathlib.Path(sys.argv[1]), 1, {"train": ("train_0.npy", [sys.argv[2]])})
+(copying,) = shard_cache.started.values()
+print(copying.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_copying_ends_with_a_run_that_is_killed(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/train-0.tar"
+        command = [sys.executable, "-c", COPY_AND_WAIT, tmp_path, url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            copying = Path(f"/proc/{int(process.stdout.readline())}")
+            silent.accept()  # it asks, and gets no answer
+            process.kill()
+        until(lambda: not copying.exists())
 
 
 FAULTS = {  # -data: the message
@@ -129,5 +177,7 @@ def test_a_run_trains_the_same_bits_from_s3_from_a_bad_web_server_and_from_a_dis
     disk = run(tmp_path / "out", f"{flags} -data {shards} -cpu 1 -model disk")
     run(tmp_path / "out", f"{flags} -data {bucket} -cpu 2 -workers 1 -limit_steps 3 -model mixed", wanted=75)
     run(tmp_path / "out", f"{flags} -data {web}/busy/shards -cpu 3 -limit_steps 4 -model mixed", wanted=75)
-    mixed = run(tmp_path / "out", f"{flags} -data {bucket} -cpu 2 -workers 2 -model mixed")  # no thread stays here
+    mixed = run(
+        tmp_path / "out", f"{flags} -data {bucket} -cpu 2 -workers 2 -cache_gb 1 -model mixed"
+    )  # no thread stays here
     assert same_tensors(weights(disk), weights(mixed))

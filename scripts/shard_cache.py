@@ -1,0 +1,85 @@
+"""Copies the shards of a URL to this node's disk while a run reads: -cache_gb of -dataset tar starts it.
+
+One process of a node copies, one shard after the other, until -cache_gb is full; all read a shard from the disk as
+soon as it is there, and the others from the URL. It ends with the run. Other processes of the node wait for the
+lock, and go on where this one is killed.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.utils.checkpoint import atomic
+from lib.utils.errors import UsageError
+
+NAME = "{:06d}.tar"  # of a copy, by the shard's number in its index
+started: dict[str, subprocess.Popen] = {}  # by their tasks: the pipe closes when the last process of the run is gone
+
+
+def start(root: Path, limit_gb: float, splits: dict[str, tuple[str, list[str]]]) -> dict[str, Path]:
+    """Let the shards of (index file, shards) of each split be copied; return where the copies of each split are.
+
+    The copies of an index have a folder of its name, so that shards which changed, and have another, get new ones.
+    """
+    places = {split: root / "shards" / Path(index).stem for split, (index, _) in splits.items()}
+    copies = [(str(places[split]), shards) for split, (_, shards) in splits.items()]
+    task = json.dumps({"root": str(root / "shards"), "limit_gb": limit_gb, "copies": copies})
+    if task not in started:
+        process = started[task] = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True)
+        assert process.stdin
+        process.stdin.write(f"{task}\n")
+        process.stdin.flush()
+    return places
+
+
+def main() -> int:
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_stdin, daemon=True).start()
+    try:
+        copy_all(Path(task["root"]), int(task["limit_gb"] * 1e9), task["copies"])
+    except (UsageError, OSError) as error:
+        print(f"shard_cache.py: {error}: what is not copied is read from the URL", file=sys.stderr)
+    return 0
+
+
+def end_with_stdin() -> None:
+    """End this process when all processes of the run are gone."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+def copy_all(root: Path, limit: int, copies: Iterable[tuple[str, list[str]]]) -> None:
+    """Copy shards until `limit` bytes are in `root`, once no other process does. Raises UsageError or OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        from scripts.remote import Storage  # which is large, for those that only wait
+
+        used = sum(file.stat().st_size for file in root.glob("*/*.tar"))
+        for folder, shards in copies:
+            Path(folder).mkdir(exist_ok=True)
+            atomic.sweep(Path(folder))  # of killed ones
+            for number, shard in enumerate(shards):
+                if (file := Path(folder, NAME.format(number))).exists():
+                    continue
+                store = Storage(shard)
+                size = store.version(shard)[0]
+                if used + size > limit:
+                    print(
+                        f"shard_cache.py: -cache_gb is full: {shard} and others are read from the URL",
+                        file=sys.stderr,
+                    )
+                    return
+                with atomic.new_version(file) as partial:
+                    store.copy(shard, partial, size)
+                used += size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
