@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         counts = write(args.o, tokenizer, pieces(files, train_bytes))
     except (UsageError, OSError) as error:
         parser.exit(2, f"make_tokens.py: {error}\n")
-    print(f"{args.o}: {counts['train']:,} tokens for training, {counts['val']:,} for validation")
+    ends = "".join(f"; -gpt_end_token {token}" for token in tokenizer.end)
+    print(f"{args.o}: {counts['train']:,} tokens for training, {counts['val']:,} for validation{ends}")
     return 0
 
 
@@ -108,6 +109,7 @@ class Bytes:
     """Each byte is a token."""
 
     vocabulary = 256
+    end = ()
 
     def encode(self, piece: bytes) -> np.ndarray:
         return np.frombuffer(piece, np.uint8)

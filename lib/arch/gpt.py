@@ -18,6 +18,8 @@ def add_args(parser):
     parser.add_argument("-gpt_width", type=int, default=128, metavar="N", help="features of a token")
     parser.add_argument("-gpt_heads", type=int, default=4, metavar="N", help="attention heads")
     parser.add_argument("-gpt_dropout", type=float, default=0.0, metavar="P", help="share of features dropped")
+    ends = "token between documents: attention does not reach across it (none)"
+    parser.add_argument("-gpt_end_token", type=int, metavar="N", help=ends)
 
 
 def get_model(args) -> nn.Module:
@@ -26,20 +28,24 @@ def get_model(args) -> nn.Module:
     About depth x 12 width^2 parameters: 12 x 768 is GPT-2's 85 million without the embedding, 24 x 1792 is 0.9
     billion. Radford et al., Language Models are Unsupervised Multitask Learners, 2019; Zhang and Sennrich, RMSNorm,
     arXiv:1910.07467; Su et al., rotary positions, arXiv:2104.09864; Press and Wolf, tied embeddings,
-    arXiv:1608.05859. Raises UsageError for sizes that do not fit.
+    arXiv:1608.05859. An end token belongs to the document that it begins, whose first token is then predicted from it
+    alone. Raises UsageError for sizes that do not fit.
     """
     width, heads = args.gpt_width, args.gpt_heads
     if width % (2 * heads):
         raise UsageError(f"-gpt_width {width} -gpt_heads {heads}: a width that twice the heads divide is needed")
+    if args.gpt_end_token is not None and not 0 <= args.gpt_end_token < args.num_classes:
+        raise UsageError(f"-gpt_end_token {args.gpt_end_token}: tokens are 0 to {args.num_classes - 1}")
     places = max(PLACES, getattr(args, "tokens_length", 0))
-    return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout, places)
+    return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout, places, args.gpt_end_token)
 
 
 class GPT(nn.Module):
     """The decoder, with tied embeddings."""
 
-    def __init__(self, tokens: int, depth: int, width: int, heads: int, dropout: float, places: int = PLACES):
+    def __init__(self, tokens: int, depth: int, width: int, heads: int, dropout: float, places=PLACES, end=None):
         super().__init__()
+        self.end = end
         self.embed, self.drop, self.norm = nn.Embedding(tokens, width), nn.Dropout(dropout), nn.RMSNorm(width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         # As buffers: torch.compile would compute them again in each kernel.
@@ -53,8 +59,9 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.embed(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        mask = None if self.end is None else mask_documents(tokens, self.end)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         return functional.linear(self.norm(x), self.embed.weight)
 
 
@@ -68,17 +75,23 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.drop(self.out(self.attention(self.norm_1(x), cos, sin)))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.drop(self.out(self.attention(self.norm_1(x), cos, sin, mask)))
         return x + self.drop(self.down(functional.gelu(self.up(self.norm_2(x)))))
 
-    def attention(self, x, cos, sin):
+    def attention(self, x, cos, sin, mask):
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, length, size)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return mixed.transpose(1, 2).reshape(batch, length, width)
+
+
+def mask_documents(tokens: Tensor, end: int) -> Tensor:
+    """Return which tokens (B, 1, length, length) each one attends to: those before it in its document, and itself."""
+    documents = (tokens == end).cumsum(1)
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 def rotary_angles(length: int, size: int) -> tuple[Tensor, Tensor]:

@@ -82,11 +82,12 @@ def test_no_character_is_cut_between_train_and_val(tmp_path):
 
 
 @TOKENIZERS
-def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, refused):
+def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, refused, capsys):
     import tokenizers
 
     out, other = tmp_path / "tokens", tmp_path / "other"
     assert make_tokens.main([str(texts), "-vocabulary", "400", "-o", str(out)]) == 0
+    assert "; -gpt_end_token 0\n" in capsys.readouterr().out
     meta = json.loads((out / "meta.json").read_text())
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     assert meta["vocabulary"] == tokenizer.get_vocab_size() <= 400
