@@ -29,6 +29,7 @@ def evaluate(trainer: "Trainer") -> str:
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
+    trainer.is_loaded = True
     trainer.make_engine()
     if next(trainer.loss.parameters(), None) is not None:
         log.warning("the loss has parameters, which no weights file holds: its figures are those of fresh ones")

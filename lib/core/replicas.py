@@ -27,7 +27,7 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
-FIXED = {*"args checkpoints config folder loss_sums metrics plan precision predictions saved state".split()}
+FIXED = {*"args checkpoints config folder loss_sums metrics plan precision predictions rate saved state stop".split()}
 MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
@@ -41,9 +41,6 @@ class Checks:
     """What is checked before each evaluation and save of a trainer, on all ranks alike."""
 
     def __init__(self, trainer: Any):
-        for name in sorted(FIXED | MADE_LATER):
-            if id(own := vars(trainer).get(name)) != trainer.of_base.get(name, id(None)):
-                raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.schema = shards.schema(find_parts(trainer).weights())
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
@@ -114,6 +111,15 @@ class Checks:
         self.agreed = state.step
 
 
+def check_names(trainer: Any) -> None:
+    """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names."""
+    for name, own in sorted(vars(trainer).items()):
+        replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
+        hides = callable(getattr(type(trainer), name, None)) and not callable(own)
+        if replaced or hides or (name == "schedule" and not isinstance(own, dict)):
+            raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
+
+
 def compare(tensors: dict[str, Tensor], marks: dict[str, Any], world: World, step: int, agreed: int) -> None:
     """Compare the checksum of each tensor that is not sharded, and other marks. All ranks call this at the same step.
 
@@ -168,7 +174,10 @@ def variables(objects: list[Any]) -> dict[str, Any]:
         if not installed and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
             places |= {kind.__module__: file, f"{kind.__module__}.{kind.__qualname__}": kind}
     named = {f"{name}.{key}": value for name, place in places.items() for key, value in vars(place).items()}
-    return {name: one for name, one in named.items() if "__" not in name and not isinstance(one, CODE | ModuleType)}
+    named = {name: one for name, one in named.items() if "__" not in name}
+    functions = {name: one for name, one in named.items() if isinstance(one, FunctionType)}
+    kept = {f"{name}()": [one.__defaults__, one.__kwdefaults__, vars(one)] for name, one in functions.items()}
+    return kept | {name: one for name, one in named.items() if not isinstance(one, CODE | ModuleType)}
 
 
 class Mark(pickle.Pickler):

@@ -49,8 +49,8 @@ class Trainer(trainer.Trainer):
             self.swap()
 
     def swap(self) -> None:
-        """Exchange the values of the weights and of the averages, unless there was no step yet."""
-        for average, tensor in zip(*self.local_tensors(), strict=True) if self.state.step else ():
+        """Exchange the values of the weights and of the averages."""
+        for average, tensor in zip(*self.local_tensors(), strict=True):
             kept = tensor.clone()
             tensor.copy_(average)
             average.copy_(kept)

@@ -73,6 +73,7 @@ class Trainer:
         self.in_pass = False  # whether a micro-batch is being computed
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
+        self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         kept = {"keep_last": args.keep_last, "keep_hours": args.keep_hours}
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
@@ -103,6 +104,7 @@ class Trainer:
 
     def fit(self, past: Past | None = None) -> str:
         """Train from `past` (resume.find), or from step 0, to the end or to a stop. Returns what `finish` returns."""
+        replicas.check_names(self)
         with self.stop.handle_signals(), just_in_time.saving(self):
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
@@ -183,8 +185,10 @@ class Trainer:
         batches = self.rate.time_data_loading(self.loaders["train"].epoch(self.state.epoch, first))
         for _ in range(first, self.plan.steps):
             self.train_step(batches)
-            self.state.evaluated, self.is_whole, self.engine.buffers.starts = False, True, []
+            self.state.evaluated, self.engine.buffers.starts = False, []
+            self.is_whole = type(self).after_step is Trainer.after_step  # a subclass's may change what is saved
             self.after_step()
+            self.is_whole = True
             if not self.stop.agreed:
                 self.evaluate_and_save()
             if self.stop.agreed or self.is_done():
@@ -344,6 +348,10 @@ class Trainer:
         """
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
+        if shards.is_sharded(value):
+            if self.in_pass:
+                raise UsageError(f"log_scalar({name!r}) in training_step: the value is sharded; do it in optimizer_step")
+            value = value.full_tensor()
         if self.in_pass or self.world.is_main:
             self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
 
@@ -426,7 +434,8 @@ class Trainer:
         totals = metrics.Sums()
         self.predictions.reset()
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
-            for context in (self.rate.paused(), self.evaluated_weights(), self.evaluating()):
+            exchanged = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
+            for context in (self.rate.paused(), exchanged, self.evaluating()):
                 contexts.enter_context(context)
             for micro_batch, batch in self.loaders[split].epoch(0):
                 seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
@@ -488,10 +497,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """The model with the weights that are evaluated and kept while the block runs: override it for an average.
-
-        It exchanges the model's weights and the others: what the model holds within the block is theirs after it.
-        """
+        """The model with the weights that are evaluated and kept while the block runs: override it for an average."""
         yield
 
     def whole_weights(self, wanted: bool) -> dict[str, Tensor]:
@@ -511,9 +517,10 @@ class Trainer:
             file = self.folder / "best" / weights.FILE
             file.stat()  # an OSError and no usage error if the disk is gone
             weights.load_into(str(file), self.model, whole=True, world=self.world)
-            with self.evaluated_weights():  # the best ones are now on the other side
-                yield
+            self.is_loaded = True
+            yield
         finally:
+            self.is_loaded = False
             for tensor, values in zip(tensors, kept, strict=True):
                 tensor.copy_(values)
 

@@ -82,8 +82,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def unwrap(module: Any) -> Any:
     """Return the module that the user wrote, with its own names; anything else as it is."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    return getattr(inner, "_orig_mod", inner)  # of torch.compile
+    while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):  # of torch.compile
+        module = module.module if isinstance(module, DistributedDataParallel) else module._orig_mod
+    return module
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,12 @@ class Deadly(trainer.Trainer):
         self.reach("update")
         return super().optimizer_step()
 
-    def after_step(self):
+    def log(self):
         if self.state.step == 7:
             self.checkpoints.finish()  # that of step 6 is there
-        self.reach("vote")
-        super().after_step()
+        if self.checks.steps:
+            self.reach("vote")
+        super().log()
 
     def evaluation_step(self, model, batch, count):
         self.reach("evaluation")
@@ -53,6 +54,14 @@ class Deadly(trainer.Trainer):
     def contents(self):
         self.reach("save")
         return super().contents()
+
+
+class AveragesLate(Deadly):
+    """It changes what a checkpoint has after a step's vote, in which a peer may be lost."""
+
+    def after_step(self):
+        super().after_step()
+        self.state.best = {"metric": "late", "epoch": 1, "evaluation": 1}
 
 
 class DeadlyAverage(Deadly, ema.Trainer):
@@ -101,7 +110,7 @@ def counting_net(args):
 def truth(tmp_path_factory):
     """A run of three processes that nobody kills, with a checkpoint of each step."""
     arch = {**PLUGINS["arch"], "counting": counting_net}
-    trainers = {"deadly": Deadly, "counting": Counting, "swap": DeadlySwap}
+    trainers = {"deadly": Deadly, "counting": Counting, "swap": DeadlySwap, "late": AveragesLate}
     with plugins(dataset=PLUGINS["dataset"], arch=arch, trainer=trainers):
         yield run(tmp_path_factory.mktemp("truth"), f"{FLAGS} -cpu 3 -save_every 1steps -keep_last 99")
 
@@ -205,6 +214,10 @@ def test_what_one_rank_alone_has_counted_since_the_last_line_is_null(truth, tmp_
 def test_where_a_process_may_lack_a_part_the_last_save_counts(more, reason, truth, tmp_path, monkeypatch):
     folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)}, size=2, more=more)
     assert steps(folder)[0] == 6 and reason in log_of(folder)
+
+
+def test_no_step_is_saved_whose_after_step_is_not_over(truth, tmp_path, monkeypatch):
+    assert steps(killed(monkeypatch, tmp_path, {1: ("vote", 7)}, size=2, more="-trainer late"))[0] == 6
 
 
 def test_where_the_disk_is_full_the_reason_of_the_end_is_still_the_lost_process(truth, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """Edits that people make to a trainer, model or wrapper: the same bits on 1, 2 and 3 processes, or one clear line."""
 
+import contextlib
 import copy
+import json
 import logging
 import re
 import typing
@@ -15,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lib.core import loss, parallel
-from lib.trainer import trainer
+from lib.trainer import ema, trainer
 from lib.utils.checkpoint import state
 from lib.utils.checkpoint.state import decode
 
@@ -96,6 +98,31 @@ class OwnSchedule(trainer.Trainer):
 
     def set_learning_rate(self):
         pass
+
+
+class LogsWeights(trainer.Trainer):
+    """Logs the norm of a parameter, which may be sharded."""
+
+    def training_step(self, batch):
+        if self.args.train_metrics:
+            self.log_scalar("norm", self.model[1].weight.norm())
+        return super().training_step(batch)
+
+    def optimizer_step(self):
+        self.log_scalar("norm", self.model[1].weight.norm())
+        return super().optimizer_step()
+
+
+class CopiedAverage(ema.Trainer):
+    """Evaluates the average by copies of the weights, as most trainers do, and not by an exchange."""
+
+    @contextlib.contextmanager
+    def evaluated_weights(self):
+        average, tensors_ = self.local_tensors()
+        kept = [one.clone() for one in tensors_]
+        torch._foreach_copy_(tensors_, average)
+        yield
+        torch._foreach_copy_(tensors_, kept)
 
 
 class Plateau(trainer.Trainer):
@@ -249,6 +276,27 @@ class OwnRates(trainer.Trainer):
             self.optimizer.add_param_group({"params": self.model[5].bias})
             self.optimizer.add_param_group({"params": self.model[2].bias, "lr_scale": 0.1})
         return super().train_epoch()
+
+
+def test_best_weights_are_evaluated_as_they_are_however_a_trainer_takes_its_average(tmp_path, monkeypatch):
+    flags = f"{FLAGS} -cpu 2 -trainer ema -ema_decay 0.5 -best loss:max"
+    found = []
+    for kind in (ema.Trainer, CopiedAverage):
+        monkeypatch.setattr(ema, "Trainer", kind)
+        folder = run(tmp_path / kind.__name__, flags)
+        run(tmp_path / kind.__name__, f"{flags} -eval")
+        found += [outcome(folder)["test_best"], json.loads((folder / "eval.json").read_text())["test"]]
+    assert found == found[:1] * 4
+
+
+def test_the_norm_of_a_sharded_weight_is_logged(tmp_path):
+    with plugins(trainer={"logs": LogsWeights}, arch={"plain": plain_net}):
+        found = [
+            lines(run(tmp_path, f"{FLAGS} -arch plain -trainer logs -cpu 2 {more}"))
+            for more in ("-model ddp", "-parallel fsdp")
+        ]
+    norms = [[line["train/norm"] for line in one if "train/norm" in line] for one in found]
+    assert norms[0] and norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
@@ -412,11 +460,12 @@ COUNTED = 0
 
 
 class Everywhere(trainer.Trainer):
-    """Counts in a variable of its file and in its class."""
+    """Counts in a variable of its file, in its class and in a function's default."""
 
     calls: typing.ClassVar = {"steps": 0}
 
-    def optimizer_step(self):
+    def optimizer_step(self, made=[0]):  # noqa: B006
+        made[0] += 1
         global COUNTED
         COUNTED += 1
         self.calls["steps"] += 1
@@ -511,6 +560,7 @@ class Keeps(trainer.Trainer):
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
+BY_FUNCTION = f"{__name__}.Everywhere.optimizer_step()"
 KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
 
 
@@ -518,7 +568,7 @@ KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
     ("edit", "more", "changed"),
     [
         (Keeps, "-cpu 2", KEPT),
-        (Everywhere, "-cpu 2", [f"{__name__}.COUNTED", f"{__name__}.Everywhere.calls"]),
+        (Everywhere, "-cpu 2", [f"{__name__}.COUNTED", f"{__name__}.Everywhere.calls", BY_FUNCTION]),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
 )
@@ -688,6 +738,7 @@ STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parame
 LOSSES = (None, 0.5, torch.zeros(3), torch.zeros(()))  # none is a scalar tensor with a gradient
 OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
+AROUND_DDP = with_change(lambda self: setattr(self, "model", nn.Sequential(self.model)))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
@@ -701,6 +752,12 @@ REFUSED = [  # flags and what is said
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
     (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
     (HOOKED, "-cpu 2 -parallel fsdp", "a parameter has a register_hook, which FSDP never calls"),
+    (AROUND_DDP, "-cpu 2 -deterministic no", "a module has the model inside, in DistributedDataParallel"),
+    (
+        LogsWeights,
+        "-cpu 2 -parallel fsdp -train_metrics",
+        "log_scalar('norm') in training_step: the value is sharded",
+    ),
     (NoNorm, "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (Renames, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
@@ -715,7 +772,7 @@ def test_what_a_trainer_must_not_do_is_refused_in_one_line(edit, more, message, 
         assert message in refused(f"{FLAGS} -arch plain -trainer slip {more}")
 
 
-@pytest.mark.parametrize("name", ["metrics", "predictions", "config", "engine", "saved"])
+@pytest.mark.parametrize("name", ["metrics", "predictions", "config", "engine", "stop", "rate", "log"])
 def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused):
     with plugins(trainer={"replaces": with_change(lambda self: setattr(self, name, {"seen": 0}))}):
         assert f"self.{name} is a dict: the trainer needs" in refused(f"{FLAGS} -trainer replaces -cpu 1")
@@ -857,6 +914,13 @@ def test_modules_and_layers_that_ddp_does_not_know_are_summed_and_a_copy_of_the_
         both = run(tmp_path, f"{flags} -model both")
         alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
     assert distance(both, alone) < ROUNDING
+
+
+def test_a_model_that_a_trainer_compiles_has_its_own_names(plain, tmp_path):
+    compiles = with_change(lambda self: setattr(self, "model", torch.compile(self.model, backend="eager")))
+    with plugins(trainer={"compiles": compiles}):
+        folder = run(tmp_path, f"{STOCK} -trainer compiles")
+    assert weights(folder).keys() == plain.keys() and changes(log_of(folder)) == []
 
 
 def test_options_of_ddp_in_wrap_take_effect(tmp_path, monkeypatch):
