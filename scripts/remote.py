@@ -19,6 +19,7 @@ from fsspec.utils import merge_offset_ranges
 
 from lib.utils import files
 from lib.utils.errors import UsageError
+from scripts import shard_cache
 
 AT_ONCE = 8  # shards of which an index is made
 BLOCK = 4 << 20  # bytes of a request then: a shard is read as a whole, since its headers lie between the images
@@ -75,6 +76,14 @@ def file_system(url: str, process: int) -> fsspec.AbstractFileSystem:
 
 
 def read(ranges: list[tuple[str, int, int]]) -> list[bytes]:
+    """Return the bytes of each (shard, offset, size), of a copy on this node if there is one. Raises as `fetch`."""
+    found = {one: shard_cache.read(*one) for one in ranges}
+    if missing := [one for one, data in found.items() if not data]:
+        found |= zip(missing, fetch(missing))
+    return [found[one] or b"" for one in ranges]
+
+
+def fetch(ranges: list[tuple[str, int, int]]) -> list[bytes]:
     """Return the bytes of each (shard, offset, size): all are fetched at once, neighbours by one request.
 
     Raises UsageError if a server gives another number of bytes, and OSError.

@@ -11,31 +11,42 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError
 
-NAME = "{:06d}.tar"  # of a copy, by the shard's number in its index
 started: dict[str, subprocess.Popen] = {}  # by their tasks: the pipe closes when the last process of the run is gone
+copies: dict[str, Path] = {}  # of shards, by their URLs: there, or on the way
 
 
-def start(root: Path, limit_gb: float, splits: dict[str, tuple[str, list[str]]]) -> dict[str, Path]:
-    """Let the shards of (index file, shards) of each split be copied; return where the copies of each split are.
+def start(root: Path, limit_gb: float, splits: dict[str, tuple[str, list[str]]]) -> None:
+    """Let the shards of (index file, shards) of each split be copied.
 
     The copies of an index have a folder of its name, so that shards which changed, and have another, get new ones.
     """
-    places = {split: root / "shards" / Path(index).stem for split, (index, _) in splits.items()}
-    copies = [(str(places[split]), shards) for split, (_, shards) in splits.items()]
-    task = json.dumps({"root": str(root / "shards"), "limit_gb": limit_gb, "copies": copies})
+    wanted = {
+        shard: str(root / Path(index).stem / f"{number:06d}.tar")
+        for index, shards in splits.values()
+        for number, shard in enumerate(shards)
+    }
+    copies.update({shard: Path(file) for shard, file in wanted.items()})
+    task = json.dumps({"root": str(root), "limit_gb": limit_gb, "copies": wanted})
     if task not in started:
         process = started[task] = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True)
         assert process.stdin
         process.stdin.write(f"{task}\n")
         process.stdin.flush()
-    return places
+
+
+def read(shard: str, offset: int, size: int) -> bytes:
+    """Return the bytes at a place of a shard's copy, b"" if it is not there."""
+    try:
+        with open(copies[shard], "rb", buffering=0) as file:  # noqa: PTH123
+            return os.pread(file.fileno(), size, offset)
+    except (KeyError, FileNotFoundError):
+        return b""
 
 
 def main() -> int:
@@ -54,31 +65,31 @@ def end_with_stdin() -> None:
     os._exit(0)
 
 
-def copy_all(root: Path, limit: int, copies: Iterable[tuple[str, list[str]]]) -> None:
-    """Copy shards until `limit` bytes are in `root`, once no other process does. Raises UsageError or OSError."""
+def copy_all(root: Path, limit: int, wanted: dict[str, str]) -> None:
+    """Copy shards to files until `limit` bytes are in `root`, once no other process does so.
+
+    Raises UsageError or OSError.
+    """
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         from scripts.remote import Storage  # which is large, for those that only wait
 
         used = sum(file.stat().st_size for file in root.glob("*/*.tar"))
-        for folder, shards in copies:
-            Path(folder).mkdir(exist_ok=True)
-            atomic.sweep(Path(folder))  # of killed ones
-            for number, shard in enumerate(shards):
-                if (file := Path(folder, NAME.format(number))).exists():
-                    continue
-                store = Storage(shard)
-                size = store.version(shard)[0]
-                if used + size > limit:
-                    print(
-                        f"shard_cache.py: -cache_gb is full: {shard} and others are read from the URL",
-                        file=sys.stderr,
-                    )
-                    return
-                with atomic.new_version(file) as partial:
-                    store.copy(shard, partial, size)
-                used += size
+        for folder in {Path(file).parent for file in wanted.values()}:
+            folder.mkdir(exist_ok=True)
+            atomic.sweep(folder)  # of killed ones
+        for shard, file in wanted.items():
+            if Path(file).exists():
+                continue
+            store = Storage(shard)
+            size = store.version(shard)[0]
+            if used + size > limit:
+                print(f"shard_cache.py: -cache_gb is full: {shard} and others are read from the URL", file=sys.stderr)
+                return
+            with atomic.new_version(Path(file)) as partial:
+                store.copy(shard, partial, size)
+            used += size
 
 
 if __name__ == "__main__":

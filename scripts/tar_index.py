@@ -206,9 +206,28 @@ def find_shards(data: str, split: str, store: Any) -> list[str]:
     return []
 
 
-def read_remote(ranges: list[tuple[str, int, int]]) -> list[bytes]:
-    """Return the bytes of each (shard, offset, size), fetched at once. Raises UsageError or OSError."""
-    return load_optional("scripts.remote", "-data URL").read(ranges)
+def copy_shards(found: dict[str, Any], data: str, cache_dir: str | None, limit_gb: float | None) -> None:
+    """Let the shards of a URL be copied to `cache_dir` while this process runs, up to `limit_gb`; None: no copies."""
+    if is_url(data) and cache_dir and limit_gb:
+        splits = {split: found[split] for split in SPLITS if split in found}
+        load_optional("scripts.shard_cache", "-cache_gb").start(Path(cache_dir, "shards"), limit_gb, splits)
+
+
+def read(ranges: list[tuple[str, int, int]]) -> list[bytes]:
+    """Return the bytes of each (shard, offset, size), b"" of a file that is gone; of a URL, all are fetched at once.
+
+    Raises UsageError or OSError.
+    """
+    if is_url(ranges[0][0]):
+        return load_optional("scripts.remote", "-data URL").read(ranges)
+    found = []
+    for shard, begin, size in ranges:
+        try:
+            with open(shard, "rb", buffering=0) as file:  # noqa: PTH123  # a fork shares no place in it
+                found.append(os.pread(file.fileno(), size, begin))
+        except FileNotFoundError:
+            found.append(b"")
+    return found
 
 
 def is_url(data: str) -> bool:

@@ -59,7 +59,10 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.embed(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        mask = None if self.end is None else mask_documents(tokens, self.end)
+        mask = None
+        if self.end is not None:  # (B, 1, length, length): each token attends to its document, up to itself
+            documents = (tokens == self.end).cumsum(1)
+            mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         return functional.linear(self.norm(x), self.embed.weight)
@@ -86,12 +89,6 @@ class Block(nn.Module):
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return mixed.transpose(1, 2).reshape(batch, length, width)
-
-
-def mask_documents(tokens: Tensor, end: int) -> Tensor:
-    """Return which tokens (B, 1, length, length) each one attends to: those before it in its document, and itself."""
-    documents = (tokens == end).cumsum(1)
-    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 def rotary_angles(length: int, size: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.core.buffers import Buffers, is_statistic, take_first
 from lib.utils.checkpoint.shards import is_sharded
-from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -28,9 +27,6 @@ class Engine:
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
             raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
-        for inner in (one for module in modules for one in unwrap(module).modules()):
-            if isinstance(inner, DistributedDataParallel):
-                raise UsageError("a module has the model inside, in DistributedDataParallel: put both into get_model")
         self.sums = False  # whether DDP sums in this pass
         self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
         self.by_ddp: set[nn.Parameter] = set()

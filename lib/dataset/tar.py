@@ -5,13 +5,10 @@ A dataset of your own takes others, as 17.txt: a subclass of `Shards` (docs/data
 once where each sample lies; scripts/pack.py makes shards of class folders. scripts/remote.py reads them from a URL.
 """
 
-import os
 import zlib
-from pathlib import Path
 
 from torch.utils.data import Dataset
 
-import scripts.shard_cache as shard_cache
 import scripts.tar_index as tar_index
 from lib.dataset import folder
 from lib.dataset.folder import get_transform  # noqa: F401  # of predict.py and export.py
@@ -45,18 +42,12 @@ def get_dataset(args, dataset_class=None) -> dict[str, Dataset]:
     found = tar_index.find(args.data, args.cache_dir)
     names = found["classes"] or [str(number) for number in range(args.num_classes)]
     index = tar_index.open_index(found, with_classes=dataset_class is None)
-    datasets = {split: (dataset_class or Shards)(args, split, names, *parts) for split, parts in index.items()}
-    if args.cache_gb and tar_index.is_url(args.data):
-        splits = {split: found[split] for split in datasets}
-        for split, copies in shard_cache.start(Path(args.cache_dir), args.cache_gb, splits).items():
-            datasets[split].copies = copies
-    return datasets
+    tar_index.copy_shards(found, args.data, args.cache_dir, args.cache_gb)
+    return {split: (dataset_class or Shards)(args, split, names, *parts) for split, parts in index.items()}
 
 
 class Shards(folder.Images):
     """The samples of a split, each read from its shard when it is needed."""
-
-    copies: Path | None = None  # folder of copies of shards, which come there while this reads
 
     def __init__(self, args, split: str, classes: list[str], rows, shards: list[str]):
         super().__init__([], classes, args, drawn=split == "train" and args.augment)
@@ -80,30 +71,23 @@ class Shards(folder.Images):
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
         """Return a sample's name, and its files by ending. Raises OSError, or UsageError if the shard changed."""
-        return tar_index.read_files(self.read_bytes(index), self.shards[self.files[index]["shard"]])
+        return tar_index.read_files(self.read_bytes(index), self.place(index)[0])
 
     def read_bytes(self, index: int) -> bytes:
         """Return the bytes of a sample's files, with their headers. Raises OSError, or UsageError if one is gone."""
-        shard, begin, size = place = self.place(index)
-        if tar_index.is_url(shard):
-            data = self.fetched.get(place) or tar_index.read_remote([place])[0]
-        else:
-            try:
-                with open(shard, "rb", buffering=0) as file:  # noqa: PTH123  # a fork shares no place in it
-                    data = os.pread(file.fileno(), size, begin)
-            except FileNotFoundError:
-                data = b""
-        if len(data) < size:
-            raise UsageError(f"{shard}: shorter than when its index was written, or gone")
+        place = self.place(index)
+        data = self.fetched.get(place) or tar_index.read([place])[0]
+        if len(data) < place[2]:
+            raise UsageError(f"{place[0]}: shorter than when its index was written, or gone")
         return data
 
     def prefetch_samples(self, indices: list[int]) -> None:
         """Fetch the samples of a micro-batch at once, if they come from a URL."""
-        places = [place for place in map(self.place, indices) if tar_index.is_url(place[0])]
-        self.fetched = dict(zip(places, tar_index.read_remote(places))) if places else {}
+        if tar_index.is_url(self.shards[0]):
+            places = [self.place(index) for index in indices]
+            self.fetched = dict(zip(places, tar_index.read(places)))
 
     def place(self, index: int) -> tuple[str, int, int]:
         """Return the shard of a sample, where its first header begins, and the size of all its files."""
         offset, size, number, _ = self.files[index].tolist()
-        copy = self.copies / shard_cache.NAME.format(number) if self.copies else None
-        return str(copy) if copy and copy.exists() else self.shards[number], offset, size
+        return self.shards[number], offset, size

@@ -348,10 +348,7 @@ class Trainer:
         """
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
-        if shards.is_sharded(value):
-            if self.in_pass:
-                raise UsageError(f"log_scalar({name!r}) in training_step: the value is sharded; do it in optimizer_step")
-            value = value.full_tensor()
+        value = value.full_tensor() if shards.is_sharded(value) else value  # of all ranks, which call this alike
         if self.in_pass or self.world.is_main:
             self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
 

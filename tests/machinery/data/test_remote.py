@@ -119,8 +119,7 @@ COPY_AND_WAIT = """
 import pathlib, signal, sys
 from scripts import shard_cache
 shard_cache.start(pathlib.Path(sys.argv[1]), 1, {"train": ("train_0.npy", [sys.argv[2]])})
-(copying,) = shard_cache.started.values()
-print(copying.pid, flush=True)
+print(*(process.pid for process in shard_cache.started.values()), flush=True)
 signal.pause()
 """
 

@@ -101,11 +101,10 @@ class OwnSchedule(trainer.Trainer):
 
 
 class LogsWeights(trainer.Trainer):
-    """Logs the norm of a parameter, which may be sharded."""
+    """Logs norms of a parameter, which may be sharded, in passes and once a step."""
 
     def training_step(self, batch):
-        if self.args.train_metrics:
-            self.log_scalar("norm", self.model[1].weight.norm())
+        self.log_scalar("in_pass", self.model[1].weight.norm())
         return super().training_step(batch)
 
     def optimizer_step(self):
@@ -289,14 +288,13 @@ def test_best_weights_are_evaluated_as_they_are_however_a_trainer_takes_its_aver
     assert found == found[:1] * 4
 
 
-def test_the_norm_of_a_sharded_weight_is_logged(tmp_path):
+@pytest.mark.parametrize("name", ["train/norm", "train/in_pass"])
+def test_the_norm_of_a_sharded_weight_is_logged(name, tmp_path):
     with plugins(trainer={"logs": LogsWeights}, arch={"plain": plain_net}):
-        found = [
-            lines(run(tmp_path, f"{FLAGS} -arch plain -trainer logs -cpu 2 {more}"))
-            for more in ("-model ddp", "-parallel fsdp")
-        ]
-    norms = [[line["train/norm"] for line in one if "train/norm" in line] for one in found]
-    assert norms[0] and norms[0] == pytest.approx(norms[1], rel=1e-5)
+        flags = f"{FLAGS} -arch plain -trainer logs"
+        found = [lines(run(tmp_path, f"{flags} {more}")) for more in ("-cpu 1 -model one", "-cpu 2 -parallel fsdp")]
+    one, two = ([line[name] for line in lines_ if name in line] for lines_ in found)
+    assert one and one == pytest.approx(two, rel=1e-5)
 
 
 def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
@@ -738,7 +736,6 @@ STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parame
 LOSSES = (None, 0.5, torch.zeros(3), torch.zeros(()))  # none is a scalar tensor with a gradient
 OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
-AROUND_DDP = with_change(lambda self: setattr(self, "model", nn.Sequential(self.model)))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
@@ -752,12 +749,6 @@ REFUSED = [  # flags and what is said
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
     (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
     (HOOKED, "-cpu 2 -parallel fsdp", "a parameter has a register_hook, which FSDP never calls"),
-    (AROUND_DDP, "-cpu 2 -deterministic no", "a module has the model inside, in DistributedDataParallel"),
-    (
-        LogsWeights,
-        "-cpu 2 -parallel fsdp -train_metrics",
-        "log_scalar('norm') in training_step: the value is sharded",
-    ),
     (NoNorm, "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (Renames, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
