@@ -165,6 +165,16 @@ def open_index(found: dict[str, Any], with_classes: bool = True) -> dict[str, tu
     return opened
 
 
+def count_classes(data: str, cache_dir: str | None) -> int:
+    """Return how many classes shards have, by classes.txt or else by all labels. Raises UsageError as `find`."""
+    found = find(data, cache_dir)
+    highest = max(int(rows["label"].max()) for rows, _ in open_index(found).values())
+    if 0 < len(found["classes"]) <= highest:
+        fault = f"classes.txt names {len(found['classes'])} classes, and a sample has the class number {highest}"
+        raise UsageError(f"-data {data}: {fault}, from 0")
+    return len(found["classes"]) or highest + 1
+
+
 def make_index(file: Path, shards: list[str], split: str, data: str, store: Any) -> None:
     """Write the index of shards into a file, unless another process does. Raises UsageError."""
     try:

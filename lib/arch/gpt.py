@@ -18,8 +18,7 @@ def add_args(parser):
     parser.add_argument("-gpt_width", type=int, default=128, metavar="N", help="features of a token")
     parser.add_argument("-gpt_heads", type=int, default=4, metavar="N", help="attention heads")
     parser.add_argument("-gpt_dropout", type=float, default=0.0, metavar="P", help="share of features dropped")
-    ends = "token between documents: attention does not reach across it (none)"
-    parser.add_argument("-gpt_end_token", type=int, metavar="N", help=ends)
+    parser.add_argument("-gpt_end_token", type=int, metavar="N", help="token that ends what attention reaches")
 
 
 def get_model(args) -> nn.Module:

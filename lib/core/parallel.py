@@ -138,12 +138,9 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
 
 def _untied(model: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
     """Return the parts that share no parameter with the rest of the model. The others stay in the root's group."""
-
-    def uses(module: nn.Module) -> Counter:
-        return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
-
-    everywhere = uses(model)
-    return [part for part in parts if all(everywhere[one] == count for one, count in uses(part).items())]
+    named = [module.named_parameters(remove_duplicate=False) for module in (model, *parts)]
+    everywhere, *uses = (Counter(parameter for _, parameter in one) for one in named)
+    return [part for part, own in zip(parts, uses, strict=True) if all(everywhere[one] == own[one] for one in own)]
 
 
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:

@@ -32,6 +32,7 @@ MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 CODE = FunctionType | MethodType | BuiltinFunctionType | functools.partial | type
+OTHERS = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
 MOST_BYTES = 1 << 25  # of a value that `plain_values` compares
@@ -174,10 +175,7 @@ def variables(objects: list[Any]) -> dict[str, Any]:
         if not installed and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
             places |= {kind.__module__: file, f"{kind.__module__}.{kind.__qualname__}": kind}
     named = {f"{name}.{key}": value for name, place in places.items() for key, value in vars(place).items()}
-    named = {name: one for name, one in named.items() if "__" not in name}
-    functions = {name: one for name, one in named.items() if isinstance(one, FunctionType)}
-    kept = {f"{name}()": [one.__defaults__, one.__kwdefaults__, vars(one)] for name, one in functions.items()}
-    return kept | {name: one for name, one in named.items() if not isinstance(one, CODE | ModuleType)}
+    return {name: one for name, one in named.items() if "__" not in name and not isinstance(one, OTHERS)}
 
 
 class Mark(pickle.Pickler):
@@ -217,6 +215,7 @@ class Mark(pickle.Pickler):
             raise OverflowError("too large")
         if isinstance(value, FunctionType):  # with what it keeps
             kept = [cell.cell_contents for cell in value.__closure__ or ()]
+            kept += [value.__defaults__, value.__kwdefaults__, vars(value)]
             return value.__qualname__, value.__code__.co_firstlineno, kept
         return str(shards.checksums({"": value})) if isinstance(value, Tensor) else None
 

@@ -24,11 +24,9 @@ def get_dataset(args) -> Dataset | dict[str, Dataset]:
         generator = torch.Generator().manual_seed(args.seed)
         sizes = args.channels * args.image_size**2, args.num_classes
         return Tensors(*(torch.randn(args.fake_samples, size, generator=generator) for size in sizes))
-    shape, val = (args.channels, args.image_size, args.image_size), max(1, args.fake_samples // 10)
-    return {
-        "train": noise(args.fake_samples, shape, args.num_classes, seed=0),
-        "val": noise(val, shape, args.num_classes, seed=1),
-    }
+    shape = (args.channels, args.image_size, args.image_size)
+    counts = {"train": args.fake_samples, "val": max(1, args.fake_samples // 10)}
+    return {part: noise(counts[part], shape, args.num_classes, seed) for seed, part in enumerate(counts)}
 
 
 def noise(samples: int, shape: tuple[int, int, int], classes: int, seed: int) -> Dataset:

@@ -25,12 +25,7 @@ def describe(args) -> dict[str, int]:
 
     All indexes are made here, where no watchdog counts minutes yet. Raises UsageError as get_dataset does.
     """
-    found = tar_index.find(args.data, args.cache_dir)
-    highest = max(int(rows["label"].max()) for rows, _ in tar_index.open_index(found).values())
-    if 0 < len(found["classes"]) <= highest:
-        fault = f"classes.txt names {len(found['classes'])} classes, and a sample has the class number {highest}"
-        raise UsageError(f"-data {args.data}: {fault}, from 0")
-    return {"num_classes": len(found["classes"]) or highest + 1}
+    return {"num_classes": tar_index.count_classes(args.data, args.cache_dir)}
 
 
 def get_dataset(args, dataset_class=None) -> dict[str, Dataset]:

@@ -502,20 +502,16 @@ class Trainer:
         with self.evaluated_weights():
             return weights.gather(model_tensors(self.model), wanted)
 
-    @contextlib.contextmanager
-    def best_weights(self) -> Iterator[None]:
-        """Evaluations with the run's best weights while the block runs.
-
-        All ranks enter it together. Raises UsageError if the weights are not those of the model.
-        """
+    def evaluate_best(self) -> dict[str, float]:
+        """Return the metrics of the test split with the run's best weights. Raises UsageError if these do not fit."""
+        file = self.folder / "best" / weights.FILE
+        file.stat()  # an OSError and no usage error if the disk is gone
         tensors = [shards.local_part(tensor) for tensor in model_tensors(self.model).values()]
         kept = [tensor.to("cpu", copy=True) for tensor in tensors]
         try:
-            file = self.folder / "best" / weights.FILE
-            file.stat()  # an OSError and no usage error if the disk is gone
             weights.load_into(str(file), self.model, whole=True, world=self.world)
             self.is_loaded = True
-            yield
+            return self.evaluate("test")
         finally:
             self.is_loaded = False
             for tensor, values in zip(tensors, kept, strict=True):
@@ -535,8 +531,7 @@ class Trainer:
         self.may_stop, found = True, {}
         best, step = self.state.best, self.state.step
         if best and (best["evaluation"] < self.state.evaluations or self.state.validated < step):
-            with self.best_weights():
-                found["test_best"] = self.evaluate("test")
+            found["test_best"] = self.evaluate_best()
         found["test"] = self.evaluate("test")
         metrics.check_same(found, self.world)
         return found

@@ -98,8 +98,7 @@ class Parts:
 
     def ids(self) -> set[tuple[str, int]]:
         """Return each name with the identity of its object."""
-        named = {**self.modules, **self.optimizers, **self.others}
-        return {(name, id(value)) for name, value in named.items()}
+        return {(name, id(value)) for name, value in {**self.modules, **self.optimizers, **self.others}.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live tensors of the modules by name: model.head.weight, trainer.teacher.bias."""
@@ -185,8 +184,8 @@ class Parts:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return each parameter by its name: that in the model, or else trainer.NAME and that in a module."""
-        named = self.weights().items()
-        return {name.removeprefix("model."): one for name, one in named if isinstance(one, nn.Parameter)}
+        named = self.weights()
+        return {name.removeprefix("model."): one for name, one in named.items() if isinstance(one, nn.Parameter)}
 
     def trained(self, part: str) -> list[list[str]]:
         """Return the names of the parameters in each group of an optimizer; torch numbers them in this order.

@@ -558,7 +558,7 @@ class Keeps(trainer.Trainer):
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
-BY_FUNCTION = f"{__name__}.Everywhere.optimizer_step()"
+BY_FUNCTION = f"{__name__}.Everywhere.optimizer_step"
 KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
 
 
