@@ -149,7 +149,7 @@ def open_index(found: dict[str, Any], with_classes: bool = True) -> dict[str, tu
                 rows = np.load(file, mmap_mode="r")
                 with Path(file).open("rb") as whole:
                     whole.seek(-CHECKSUM_BYTES, os.SEEK_END)
-                    if int.from_bytes(whole.read()) != zlib.crc32(rows):
+                    if int.from_bytes(whole.read(), "big") != zlib.crc32(rows):
                         raise ValueError("its checksum is wrong")
             except (ValueError, EOFError) as error:
                 raise UsageError(f"{file}: damaged ({error}): remove it, and it is made again") from None
@@ -192,7 +192,7 @@ def make_index(file: Path, shards: list[str], split: str, data: str, store: Any)
         try:
             with atomic.new_version(file) as partial, partial.open("wb") as opened:
                 np.save(opened, rows)
-                opened.write(zlib.crc32(rows).to_bytes(CHECKSUM_BYTES))
+                opened.write(zlib.crc32(rows).to_bytes(CHECKSUM_BYTES, "big"))
         except OSError as error:
             raise UsageError(f"-data {data}: the index cannot be written ({error}): give a -cache_dir") from None
 
