@@ -23,7 +23,6 @@ class Failure:
     number: int = -1
     half: bool = False  # half of a write is done
     code: int = 0  # the errno; 0 kills the process
-    lasting: bool = False  # all later calls that write or create something fail, too
 
 
 class Calls:
@@ -44,7 +43,7 @@ class Calls:
 
     def call(self, entry, act, half=None):
         with self.lock:
-            if self.is_due(entry[0]):
+            if not self.failed and len(self.trace) == self.failure.number:
                 if half and self.failure.half:
                     half()
                 if not self.failure.code:
@@ -54,11 +53,6 @@ class Calls:
             result = act()
             self.trace.append(entry)
             return result
-
-    def is_due(self, kind):
-        if self.failed:
-            return self.failure.lasting and kind not in ("read", "unlink", "rmdir")
-        return len(self.trace) == self.failure.number
 
     def named(self, kind, where, act, *facts):
         return act() if where is None else self.call((kind, where, *facts), act)

@@ -59,13 +59,13 @@ def kills(save: Callable, folder: Path) -> Iterator[Cut]:
     write_tree(tree, folder)
 
 
-def failures(save: Callable, folder: Path, lasting: bool = False) -> Iterator[Cut]:
-    """Each call of the save fails, once or from then on: the next one with the next error."""
+def failures(save: Callable, folder: Path) -> Iterator[Cut]:
+    """Each call of the save fails once: the next one with the next error."""
     tree = read_tree(folder)
     for (number, line), code in zip(enumerate(points(save, folder)), itertools.cycle(ERRORS)):
         write_tree(tree, folder)
-        cut = _run(save, folder, Failure(number, half=True, code=code, lasting=lasting))
-        cut.what = f"{errno.errorcode[code]} {'from' if lasting else 'at'} call {number}: {line}"
+        cut = _run(save, folder, Failure(number, half=True, code=code))
+        cut.what = f"{errno.errorcode[code]} at call {number}: {line}"
         yield cut
     write_tree(tree, folder)
 

@@ -78,13 +78,6 @@ def test_a_save_that_is_killed_fails_or_loses_power_leaves_the_old_or_the_new_ch
     assert len(outcomes) >= 55
 
 
-def test_a_disk_that_fails_for_good_keeps_the_old_checkpoint(tmp_path):
-    case = Case()
-    folder = case.prepare(tmp_path)
-    for cut in crash.failures(lambda: case.save(folder, NEW), folder, lasting=True):
-        assert not case.wrong_after(cut, folder)
-
-
 def test_after_starts_that_are_killed_during_their_cleanup_a_later_start_completes_it(tmp_path):
     case = Case()
     folder = case.prepare(tmp_path)

@@ -17,7 +17,8 @@ from runs import distance, run
 from lib import config
 from lib.dataset import folder
 from lib.utils import files
-from lib.utils.data import loader, photos
+from lib.utils.data import photos
+from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 from scripts import check_data, doctor
 
@@ -58,8 +59,9 @@ def test_turned_photos_are_the_same_samples_as_upright_ones_in_training_and_eval
     for orientation in range(1, 9):
         store(tmp_path / "train" / "ant" / f"x{orientation}.webp", scene(), orientation, lossless=True)
     for flags in (["-augment", "no"], ["-image_size", "12"]):
-        train = dataset(tmp_path, *flags)["train"]
-        items = []
+        parts = dataset(tmp_path, *flags)
+        train, items = parts["train"], []
+        assert train.on_device.mirror == ("no" not in flags) and not parts["val"].on_device.mirror
         for index in range(2, 10):
             torch.manual_seed(5)
             items.append(train[index][0])
@@ -112,6 +114,23 @@ def test_images_without_a_range_are_refused_with_file_and_mode(tmp_path, mode, k
     Image.fromarray(np.full((20, 20), 300, kind)).save(file)
     with pytest.raises(UsageError, match=f"{file}: .*mode {mode} has no range"):
         dataset(tmp_path)["train"][2]
+
+
+def test_half_of_the_images_are_mirrored_and_all_are_normalized():
+    images, draws = torch.randint(0, 256, (60, 3, 32, 24), dtype=torch.uint8), torch.rand(60, 8)
+    mean, deviation = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    got, labels = Pixels(mean, deviation, mirror=True)((images, torch.arange(60)), draws)
+    assert got.dtype == torch.float32 and torch.equal(labels, torch.arange(60))
+    wanted = (images / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(deviation)[:, None, None]
+    mirrored = draws[:, 2] < 0.5
+    assert 10 < mirrored.sum() < 50
+    assert torch.allclose(got[mirrored], wanted[mirrored].flip(3), atol=1e-5)
+    assert torch.allclose(got[~mirrored], wanted[~mirrored], atol=1e-5)
+    still, _ = Pixels((0.0,), (1 / 255,))((images, labels), draws)
+    assert torch.allclose(still, images.float(), atol=1e-4)
+    for other in ((still, labels), {"image": images}):
+        with pytest.raises(UsageError, match=r"on_device takes .uint8 images, ...., not"):
+            Pixels((0.0,), (1.0,))(other, draws)
 
 
 # Folders
@@ -200,12 +219,6 @@ def test_files_without_which_a_class_is_empty_are_not_left_out(tmp_path, refused
         file.write_text("no photo")
     line = refused(f"{FLAGS} -data {tmp_path / 'data'} -skip_bad_files -cpu 1")
     assert "-skip_bad_files: no sample of the class bee in train can be read" in line
-
-
-def test_overfit_takes_samples_of_all_classes(tmp_path):
-    tiny_data.make_folder(tmp_path)
-    few = loader.splits(dataset(tmp_path), "folder", overfit=2)["train"]
-    assert [label for _, label in few] == [0, 1]
 
 
 @pytest.fixture

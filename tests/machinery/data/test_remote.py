@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import json
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from runs import run, same_tensors, weights
 from lib import config
 from lib.dataset import tar
 from lib.utils.errors import UsageError
-from scripts import tar_index
+from scripts import shard_cache, tar_index
 
 FLAGS = "-dataset tar -arch convnet -image_size 16 -batch_size 8 -micro_batch 4 -epochs 2 -threads 1".split()
 
@@ -81,11 +82,9 @@ sys.stdout.buffer.write(b"".join(remote.read(ranges)))
 """
 
 
-@pytest.mark.parametrize("kind", ["web", pytest.param("bucket", marks=pytest.mark.slow)])
-def test_a_process_reads_on_after_one_that_it_forked_has_read(shards, kind, request):
-    place = request.getfixturevalue(kind) + ("/good/shards" if kind == "web" else "")
+def test_a_process_reads_on_after_one_that_it_forked_has_read(shards, web):
     names = ["train-0.tar", "train-1.tar"]
-    command = [sys.executable, "-c", AROUND_A_FORK, *(f"{place}/{name}" for name in names)]
+    command = [sys.executable, "-c", AROUND_A_FORK, *(f"{web}/good/shards/{name}" for name in names)]
     found = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, cwd=ROOT).stdout
     assert found == b"".join((shards / name).read_bytes()[512:1112] for name in names)
 
@@ -115,24 +114,14 @@ def test_copies_of_shards_up_to_cache_gb_are_read_once_they_are_there(shards, se
     assert sorted(file.parent.name.partition("_")[0] for file in tmp_path.glob("shards/*/*.tar")) == copies
 
 
-COPY_AND_WAIT = """
-import pathlib, signal, sys
-from scripts import shard_cache
-shard_cache.start(pathlib.Path(sys.argv[1]), 1, {"train": ("train_0.npy", [sys.argv[2]])})
-print(*(process.pid for process in shard_cache.started.values()), flush=True)
-signal.pause()
-"""
-
-
-def test_copying_ends_with_a_run_that_is_killed(tmp_path):
+def test_copying_ends_with_the_last_process_of_a_run(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/train-0.tar"
-        command = [sys.executable, "-c", COPY_AND_WAIT, tmp_path, url]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-            copying = Path(f"/proc/{int(process.stdout.readline())}")
+        copies = {f"http://127.0.0.1:{silent.getsockname()[1]}/train-0.tar": f"{tmp_path}/index/000000.tar"}
+        task = json.dumps({"root": str(tmp_path), "limit_gb": 1, "copies": copies})
+        with subprocess.Popen([sys.executable, shard_cache.__file__], stdin=subprocess.PIPE, text=True) as copying:
+            print(task, file=copying.stdin, flush=True)
             silent.accept()  # it asks, and gets no answer
-            process.kill()
-        until(lambda: not copying.exists())
+    assert copying.returncode == 0
 
 
 FAULTS = {  # -data: the message

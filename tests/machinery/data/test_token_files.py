@@ -10,7 +10,6 @@ import torch
 from command_line import usage_error
 
 from lib import config
-from lib.arch import gpt
 from lib.dataset import tokens
 
 
@@ -153,14 +152,3 @@ def test_several_files_are_read_as_one(folder, form):
     assert len(joined) == len(whole) > 20 and joined.fingerprint == whole.fingerprint
     for index in range(len(whole)):
         assert all(torch.equal(*pair) for pair in zip(joined[index], whole[index], strict=True))
-
-
-def test_attention_does_not_reach_across_an_end_token():
-    """A row of two documents and the start of a third has the outputs of each by itself."""
-    flags = "-arch gpt -num_classes 9 -gpt_width 16 -gpt_heads 2 -gpt_end_token 0"
-    model = gpt.get_model(config.parse_args(flags.split())).eval()
-    one, two, three = torch.tensor([[5, 6, 1]]), torch.tensor([[0, 3, 3, 8]]), torch.tensor([[0, 0]])
-    wanted = torch.cat([model(one), model(two), model(three[:, :1]), model(three[:, :1])], dim=1)
-    assert torch.allclose(model(torch.cat([one, two, three], dim=1)), wanted, atol=1e-5)
-    outside = config.parse_args(flags.replace("end_token 0", "end_token 9").split())
-    assert "-gpt_end_token 9: tokens are 0 to 8" in usage_error(gpt.get_model, outside)

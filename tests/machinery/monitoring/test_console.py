@@ -1,7 +1,6 @@
 """Output of a run: a progress bar on a terminal, plain lines elsewhere, and the log files."""
 
 import fcntl
-import math
 import os
 import pty
 import re
@@ -12,8 +11,6 @@ import termios
 from contextlib import suppress
 
 from processes import ROOT
-
-from lib.utils.monitoring import console
 
 RUN = """
 import logging, sys, time, warnings
@@ -99,16 +96,3 @@ def test_a_traceback_is_in_the_log_file_and_not_on_the_terminal(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "failed\n", "")
     text = (tmp_path / "logs/rank_0.log").read_text()
     assert text.count("CRITICAL failed") == 1 and "Traceback" in text and "ZeroDivisionError" in text
-
-
-FIGURES = {"loss": 0.1234, "loss_mean": 0.15, "lr": 1e-3, "grad_norm": 0.52}
-FIGURES |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory_gb": 1.2}
-
-
-def test_a_log_line_has_short_names_and_units():
-    usual = "loss 0.1234  mean 0.15  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %  mem 1.20 GB"
-    assert console.format_training(FIGURES, {}) == usual
-    more = {"accuracy": 0.98512, "bad_steps": 2}
-    assert console.format_training(FIGURES, more) == f"{usual}  accuracy 0.9851  bad_steps 2"
-    slow = console.format_training({**FIGURES, "loss": math.nan, "samples_per_s": 0.123}, {})
-    assert slow.startswith("loss nan  ") and "  0.12 samples/s  " in slow

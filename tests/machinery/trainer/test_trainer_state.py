@@ -1,13 +1,12 @@
 """A trainer's own modules and optimizers, including averaged weights, are saved and resumed exactly."""
 
-import json
 import time
 
 import pytest
 import saves
 import torch
 from command_line import refusal
-from runs import distance, outcome, plugins, run, same_tensors, weights
+from runs import distance, plugins, run, same_tensors, weights
 from saves import SMALL, bits, names
 from torch import nn
 
@@ -167,9 +166,3 @@ def test_averaged_weights_resume_exactly_also_on_another_number_of_processes(ave
         assert max(distance(folder, averaged), distance(moved, averaged)) < 1e-5
     else:
         assert same_tensors(all_saved(folder), all_saved(averaged)) and bits(folder) == bits(moved) == bits(averaged)
-
-
-def test_evaluations_use_the_averaged_weights(averaged, tmp_path):
-    run(averaged.parent, f"{EMA} -cpu 1 -eval -weights {averaged / 'final' / 'weights.safetensors'}")
-    message = json.loads((averaged / "eval.json").read_text())
-    assert message["test"]["loss"] == pytest.approx(outcome(averaged)["test"]["loss"], rel=1e-5)

@@ -1,6 +1,7 @@
 """The shipped transformers, beyond what test_plugins.py checks for all."""
 
 import torch
+from command_line import usage_error
 from torch import nn
 
 from lib import config
@@ -21,6 +22,16 @@ def test_a_gpt_output_does_not_depend_on_later_tokens():
         other[:, place] = (other[:, place] + 1) % 17
         changed = (model(other) - before).abs().amax((0, 2)) > 1e-6
         assert changed.tolist() == [False] * place + [True] * (12 - place)
+
+
+def test_attention_does_not_reach_across_an_end_token():
+    """A row of two documents and the start of a third has the outputs of each by itself."""
+    model = gpt.get_model(config.parse_args([*SMALL, "-gpt_end_token", "0"]))
+    parts = [torch.tensor([row]) for row in ([5, 6, 1], [0, 3, 3, 8], [0], [0])]
+    wanted = torch.cat([model(part) for part in parts], dim=1)
+    assert torch.allclose(model(torch.cat(parts, dim=1)), wanted, atol=1e-5)
+    outside = config.parse_args([*SMALL, "-gpt_end_token", "17"])
+    assert "-gpt_end_token 17: tokens are 0 to 16" in usage_error(gpt.get_model, outside)
 
 
 def test_rotary_positions_rotate_complex_numbers():
