@@ -41,9 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="out/NAME", help="a run's folder")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILES", help="images, texts, or folders of images")
-    parser.add_argument(
-        "-text", nargs="+", default=[], metavar="TEXT", help="texts to predict the next byte or token of"
-    )
+    parser.add_argument("-text", nargs="+", default=[], metavar="TEXT", help="texts to predict the next byte of")
     parser.add_argument("-o", type=Path, metavar="FILE", help=".csv or .json, with all probabilities (a table)")
     parser.add_argument("-format", choices=FORMATS, help="(by the ending of -o, else table)")
     parser.add_argument("-device", default=default_device(), help="cpu, cuda, cuda:1, mps, ... (%(default)s)")

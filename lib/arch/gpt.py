@@ -18,7 +18,7 @@ def add_args(parser):
     parser.add_argument("-gpt_width", type=int, default=128, metavar="N", help="features of a token")
     parser.add_argument("-gpt_heads", type=int, default=4, metavar="N", help="attention heads")
     parser.add_argument("-gpt_dropout", type=float, default=0.0, metavar="P", help="share of features dropped")
-    parser.add_argument("-gpt_end_token", type=int, metavar="N", help="token that ends what attention reaches")
+    parser.add_argument("-gpt_end_token", type=int, metavar="N", help="attention does not reach across this token")
 
 
 def get_model(args) -> nn.Module:

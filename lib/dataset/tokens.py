@@ -28,7 +28,7 @@ HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for
 
 def add_args(parser):
     parser.add_argument("-tokens_length", type=int, default=128, metavar="N", help="tokens of a sample")
-    count = "training samples an epoch, spread over the text; 0: as many as it fills"
+    count = "training samples an epoch, spread over the text; 0, or too many: as many as it holds"
     parser.add_argument("-tokens_samples", type=int, default=16384, metavar="N", help=count)
     parser.set_defaults(data=sysconfig.get_path("stdlib"))  # a text that is always there: Python's own library
     parser.set_defaults(arch="gpt", epochs=1, batch_size=16, lr_start=3e-3, lr_end=1e-4)
