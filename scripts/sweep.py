@@ -52,6 +52,7 @@ from scripts import sweep_results as results
 
 POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the processes, the metrics, Slurm's queue
 ENOUGH = 3  # finished trials that are needed before one is pruned
+QUEUE = ["squeue", "--me", "-h", "-o", "%j|%Z"]  # shows a user's jobs
 ONE_RUN = ("reset", "eval", "debug", "check_data", "check_resume", "slurm_dry")  # flags that make no sense here
 
 
@@ -68,8 +69,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def sweep(plan: "Plan", options: argparse.Namespace) -> int:
     """Run all trials and print the results. Returns the exit code."""
-    if plan.args.slurm and not shutil.which("squeue"):
+    if plan.args.slurm and not shutil.which(QUEUE[0]):
         raise UsageError("-slurm: there is no Slurm on this machine: start on a login node, or without -slurm")
+    if plan.args.slurm:
+        queue()
     out, varied = Path(plan.args.out), " ".join(f"-{name}" for name in plan.spaces)
     out.mkdir(parents=True, exist_ok=True)
     study = Study(out / f"{plan.name}.db", plan) if options.trials else None
@@ -288,7 +291,7 @@ class Plan:
         arguments = [*fixed, *(f"-{name}={value}" for name, value in values.items()), "-model", model]
         args = config.parse_args(arguments)
         if wrong := next((flag for flag in ONE_RUN if getattr(args, flag)), ""):
-            raise UsageError(f"-{wrong} is for a single run; another -model NAME starts a new sweep")
+            raise UsageError(f"-{wrong} is for a single run of train.py; another -model NAME starts a new sweep")
         check_earlier(run_folder.path_of(args), args)
         return Trial(args, arguments, values, number)
 
@@ -377,7 +380,7 @@ class Runner:
         self.ended: list[Trial] = []
         self.metric, self.curves = {}, []  # of the finished trials: the metric of "best", and the scores by epoch
         self.stopping = False  # a signal was received
-        self.queue: set[tuple[str, str]] | None = None  # names and folders of Slurm's jobs; None: it did not answer
+        self.queue: set[tuple[str, str]] | None = set()  # names and folders of Slurm's jobs; None: it did not answer
         # On Linux trials are forked from a process that has imported torch once.
         self.context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         self.context.set_forkserver_preload(["train", "lib.trainer.trainer", "torch._dynamo"])
@@ -392,10 +395,18 @@ class Runner:
                 time.sleep(QUEUE_S if self.slurm else PRUNE_S if self.prune_from else POLL_S)
                 for trial in self.active:
                     trial.code = trial.process.exitcode if trial.process else None
-                self.queue = queue() if self.slurm else None  # read after the codes: it has every submitted job
+                self.look_at_queue()  # after the codes: it has every submitted job
                 for trial in [*self.active]:
                     self.advance(trial)
                 self.fill(trials)
+
+    def look_at_queue(self):
+        try:
+            self.queue = queue() if self.slurm else None
+        except UsageError as error:  # Slurm may be away for a while
+            if self.queue is not None:
+                print(f"sweep.py: {error}: waiting for it", file=sys.stderr, flush=True)
+            self.queue = None
 
     def stop(self, number, frame):
         self.stopping = True
@@ -491,11 +502,12 @@ def end_with_sweep(sweep_ended: connection.Connection):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def queue() -> set[tuple[str, str]] | None:
-    """Return the names and folders of this user's jobs in Slurm's queue, None if it does not answer."""
-    answer = subprocess.run(["squeue", "--me", "-h", "-o", "%j|%Z"], capture_output=True, text=True)
-    rows = (line.partition("|") for line in answer.stdout.splitlines())
-    return None if answer.returncode else {(name, folder) for name, _, folder in rows}
+def queue() -> set[tuple[str, str]]:
+    """Return the names and folders of this user's jobs in Slurm's queue. Raises UsageError if it does not answer."""
+    answer = subprocess.run(QUEUE, capture_output=True, text=True)
+    if answer.returncode:
+        raise UsageError(f"-slurm: squeue does not answer: {' '.join(answer.stderr.split())}")
+    return {(name, folder) for name, _, folder in (line.partition("|") for line in answer.stdout.splitlines())}
 
 
 def curve(run: Path, metric: dict) -> dict[int, float]:

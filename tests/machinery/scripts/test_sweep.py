@@ -153,11 +153,13 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
             "unknown flag -mlp_width: a plugin's flag needs its -arch, -dataset or -trainer",
         ),
         ("mlp -seed 1,2", "belongs to no flag"),
+        ("-seed 1,2 -slurm", "-slurm: squeue does not answer: no controller"),
         ("-seed lin:1:9 -trials 3", "-trials needs Optuna: uv pip"),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line_before_the_first_trial(flags, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr(sweep, "QUEUE", ["sh", "-c", "echo no controller >&2; exit 1"])
     assert sweep.main([*flags.split(), "-out", str(tmp_path / "out")]) == 2
     output = capsys.readouterr()
     assert message in output.err and output.err.startswith("sweep.py: ") and len(output.err.splitlines()) == 1
