@@ -34,7 +34,8 @@ def start(root: Path, limit_gb: float, splits: dict[str, tuple[str, list[str]]])
     copies.update({shard: Path(file) for shard, file in wanted.items()})
     task = json.dumps({"root": str(root), "limit_gb": limit_gb, "copies": wanted})
     if task not in started:
-        process = started[task] = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True)
+        options = {"stdin": subprocess.PIPE, "text": True, "start_new_session": True}  # Ctrl-C is for the run
+        process = started[task] = subprocess.Popen([sys.executable, __file__], **options)
         assert process.stdin
         process.stdin.write(f"{task}\n")
         process.stdin.flush()
