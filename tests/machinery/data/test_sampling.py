@@ -9,9 +9,10 @@ from command_line import parsed
 from hypothesis import given
 from hypothesis import strategies as st
 from items import Items
-from runs import few, lines, norm_net, plugins, run, same_tensors, weights
-from saves import SMALL
+from runs import distance, few, lines, run
+from saves import SMALL, file_plugins
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from truth import same_bits_everywhere
 
 from lib import config
 from lib.core import loss
@@ -40,10 +41,7 @@ def weighted(args):
     return parts
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(arch={"norm_net": norm_net}, dataset={"few": few, "rare": rare, "weighted": weighted}):
-        yield
+_plugins = file_plugins(dataset={"rare": rare, "weighted": weighted})
 
 
 def drawn(sampler, seed=0):
@@ -107,12 +105,8 @@ MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
     ids=["balanced", "weighted", "mixed"],
 )
 def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, others, texts, tmp_path):
-    folder = run(tmp_path, f"{flags} -model one -cpu 1")
-    one = weights(folder)
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} -model three -cpu 3")))
-    run(tmp_path, f"{flags} -model parts -cpu 2 -limit_steps 3", wanted=75)
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} -model parts -cpu 3")))
-    assert not same_tensors(one, weights(run(tmp_path, f"{others} -model others -cpu 1")))
+    folder = same_bits_everywhere(tmp_path, flags, (3, 2))
+    assert distance(folder, run(tmp_path, f"{others} -model others -cpu 1"))
     figures = {name for line in lines(folder) for name in line}
     assert flags != MIXED or {"val_a/loss", "val_b/loss"} < figures
 

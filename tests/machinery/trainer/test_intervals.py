@@ -10,7 +10,7 @@ import saves
 import torch
 from runs import distance, few, lines, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file
-from saves import SMALL, bits
+from saves import SMALL, bits, file_plugins
 
 from lib import config
 from lib.trainer import trainer
@@ -21,12 +21,6 @@ from lib.utils.errors import UsageError
 # 4 steps an epoch: the run ends in the third epoch, after validations at steps 3, 6, 9 and 10.
 STEPS = f"{SMALL.replace('-epochs 3', '-steps 10')} -eval_every 3steps"
 LONG = SMALL.replace("-epochs 3", "-epochs 12 -log_every 1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins(small_plugins):
-    with plugins(dataset={"two_sets": two_sets}, trainer={"notes": NotesEvaluations, "bad_steps": BadSteps}):
-        yield
 
 
 def two_sets(args):
@@ -49,6 +43,9 @@ class NotesEvaluations(trainer.Trainer):
 
     def on_epoch_end(self):
         self.log_scalar("ended", self.state.epoch)
+
+
+_plugins = file_plugins(dataset={"two_sets": two_sets}, trainer={"notes": NotesEvaluations, "bad_steps": BadSteps})
 
 
 @pytest.fixture(scope="module")
