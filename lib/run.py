@@ -103,7 +103,7 @@ class Run:
             log.warning("the samples of %s differ each time they are read: no resume is exact (own generators?)", split)
         if self.changes:
             log.warning("changed since the run began: %s", self.changes)
-        loaders = self.stack.enter_context(loader.open_loaders(self.splits, self.plan, world, args))
+        loaders = loader.open_loaders(self.splits, self.plan, world, args, self.stack)
         step = resume.restore_state(self.past, self.plan).step
         logger = Logger(folder.path, world, args, self.plan, step) if folder and world.is_writer else NoLogger()
         self.stack.callback(logger.close)

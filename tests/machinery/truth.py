@@ -1,5 +1,9 @@
-"""Results of torch itself, for tests to compare with."""
+"""Results for tests to compare with: of torch itself, and of a run on one process."""
 
+from pathlib import Path
+
+from runs import run
+from saves import bits
 from torch.utils.data import DistributedSampler
 
 
@@ -8,3 +12,16 @@ def order(n: int, ranks: int = 1, rank: int = 0, *, epoch: int = 0, **options) -
     sampler = DistributedSampler(range(n), ranks, rank, **options)
     sampler.set_epoch(epoch)
     return list(sampler)
+
+
+def same_bits_everywhere(out: Path, flags: str, *stops: tuple[int, int]) -> Path:
+    """A run on one process. Others, on three and on changing numbers of processes, must end with its bits.
+
+    `stops`: the step of each, and the number of processes until then; by default two.
+    """
+    alone = run(out, f"{flags} -cpu 1 -model alone")
+    assert bits(run(out, f"{flags} -cpu 3 -model three")) == bits(alone)
+    for limit, processes in stops or ((3, 2), (6, 3)):
+        run(out, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
+    assert bits(run(out, f"{flags} -cpu 1 -model moved")) == bits(alone)
+    return alone

@@ -109,28 +109,26 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
     return {"train": few, "val": few}
 
 
-@contextlib.contextmanager
 def open_loaders(
-    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace
-) -> Iterator[dict[str, Loader]]:
-    """Yield a Loader for each split; their worker processes end with the block."""
+    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace, stack: contextlib.ExitStack
+) -> dict[str, Loader]:
+    """Return a Loader for each split; their worker processes end with the stack."""
     for line in option(splits["train"], "log_lines", ()) if world.is_main else ():
         log.warning("%s", line)
     idle = world.size - len(plan.cut(0))
     if world.is_main and idle > 0:
         log.warning("%d of %d processes idle: a lower -micro_batch or larger -batch_size helps", idle, world.size)
-    with contextlib.ExitStack() as stack:
-        loaders = {}
-        for name, part in splits.items():
-            loaders[name] = Loader(
-                part,
-                plan if name == "train" else Plan(len(part), len(part), plan.micro),
-                world,
-                seed=args.seed,
-                shuffle=args.shuffle and name == "train",
-                workers=fetch.count_workers(args, name, part, world),
-                round_robin=args.parallel == "fsdp",  # sharded models compute in turns of all ranks
-                block=args.shuffle_block,
-            )
-            stack.callback(loaders[name].fetcher.close)
-        yield loaders
+    loaders = {}
+    for name, part in splits.items():
+        loaders[name] = Loader(
+            part,
+            plan if name == "train" else Plan(len(part), len(part), plan.micro),
+            world,
+            seed=args.seed,
+            shuffle=args.shuffle and name == "train",
+            workers=fetch.count_workers(args, name, part, world),
+            round_robin=args.parallel == "fsdp",  # sharded models compute in turns of all ranks
+            block=args.shuffle_block,
+        )
+        stack.callback(loaders[name].fetcher.close)
+    return loaders

@@ -68,14 +68,3 @@ class TerminalHandler(logging.StreamHandler):
 def format_metrics(figures: dict[str, float]) -> str:
     """Return the figures of an evaluation as text."""
     return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-
-
-def format_training(figures: dict[str, float], others: dict[str, float]) -> str:
-    """Return the figures of an interval of training as text: the usual ones, and any others by name."""
-    rate = figures["samples_per_s"]
-    parts = [
-        "loss {loss:.4g}  mean {loss_mean:.4g}  lr {lr:.1e}  grad {grad_norm:.3g}".format(**figures),
-        f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s",
-        f"data {100 * figures['data_share']:.0f} %  mem {figures['memory_gb']:.2f} GB",
-    ]
-    return "  ".join([*parts, *(f"{name} {value:.4g}" for name, value in others.items())])

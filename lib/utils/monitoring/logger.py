@@ -60,9 +60,16 @@ class Logger:
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
         if state.bad_steps:
             others["bad_steps"] = state.bad_steps
-        left = tqdm.format_interval(round(speed.pop("left_s")))
-        place = f"{self._epoch(state.step)}  step {state.step}/{self.plan.total_steps}"
-        log.info("%s  %s  left %s", place, console.format_training({**figures, **speed}, others), left)
+        left, rate = tqdm.format_interval(round(speed.pop("left_s"))), speed["samples_per_s"]
+        parts = [
+            f"{self._epoch(state.step)}  step {state.step}/{self.plan.total_steps}",
+            "loss {loss:.4g}  mean {loss_mean:.4g}  lr {lr:.1e}  grad {grad_norm:.3g}".format(**figures),
+            f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s",
+            f"data {100 * speed['data_share']:.0f} %  mem {speed['memory_gb']:.2f} GB",
+            *(f"{name} {value:.4g}" for name, value in others.items()),
+            f"left {left}",
+        ]
+        log.info("%s", "  ".join(parts))
         tagged = {f"train/{name}": value for name, value in {**figures, **others}.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 

@@ -1,5 +1,6 @@
 """The loaders: torch's order, split over steps and ranks, each sample once, with the same random numbers anywhere."""
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -180,10 +181,8 @@ def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
     args = parsed("-workers 2 -shuffle no")
     before = multiprocessing.active_children()
     for data in (Items([0] + 19 * [lambda: time.sleep(600)]), ROWS):
-        with (
-            pytest.raises(ZeroDivisionError),
-            loader.open_loaders({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args) as both,
-        ):
+        with pytest.raises(ZeroDivisionError), contextlib.ExitStack() as stack:
+            both = loader.open_loaders({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args, stack)
             batches = [one.epoch(0) for one in both.values()]
             first = [next(each) for each in batches]
             children = [one for one in multiprocessing.active_children() if one not in before]

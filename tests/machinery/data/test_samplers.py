@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from runs import few, norm_net, plugins, run, same_tensors, weights
-from saves import SMALL, log_of
+from runs import distance, few, run, same_tensors, weights
+from saves import SMALL, file_plugins, log_of
 from torch.utils import data
+from truth import same_bits_everywhere
 
 from lib import config
 from lib.utils.data import fetch, plan
@@ -82,21 +83,14 @@ def with_sampler(name):
     return get_dataset
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    made = {name: with_sampler(name) for name in SAMPLERS}
-    with plugins(arch={"norm_net": norm_net}, dataset={**made, "few": few, "part": part_of}):
-        yield
+_plugins = file_plugins(dataset={**{name: with_sampler(name) for name in SAMPLERS}, "part": part_of})
 
 
 @pytest.mark.parametrize("name", ["weighted", "rotated", "as_list"])
 def test_a_sampler_gives_the_same_run_on_any_number_of_processes_and_after_a_stop(name, tmp_path):
     flags = FLAGS.replace("-dataset few", f"-dataset {name}")
-    one = weights(run(tmp_path, f"{flags} -cpu 1 -model one"))
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} -cpu 3 -model three")))
-    run(tmp_path, f"{flags} -cpu 2 -model parts -limit_steps 3", wanted=75)
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} -cpu 3 -model parts")))
-    assert not same_tensors(one, weights(run(tmp_path, f"{FLAGS} -cpu 1 -model usual")))
+    one = same_bits_everywhere(tmp_path, flags, (3, 2))
+    assert distance(one, run(tmp_path, f"{FLAGS} -cpu 1 -model usual"))
 
 
 @pytest.mark.parametrize("more", ["-shuffle no", "-overfit 20"])

@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from command_line import parsed
+from command_line import parsed, usage_error
 from hypothesis import given
 from hypothesis import strategies as st
 from items import Items
-from runs import few, lines, norm_net, plugins, run, same_tensors, weights
-from saves import SMALL
+from runs import distance, few, lines, run
+from saves import SMALL, file_plugins
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from truth import same_bits_everywhere
 
 from lib import config
 from lib.core import loss
@@ -40,10 +41,7 @@ def weighted(args):
     return parts
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(arch={"norm_net": norm_net}, dataset={"few": few, "rare": rare, "weighted": weighted}):
-        yield
+_plugins = file_plugins(dataset={"rare": rare, "weighted": weighted})
 
 
 def drawn(sampler, seed=0):
@@ -107,12 +105,8 @@ MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
     ids=["balanced", "weighted", "mixed"],
 )
 def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, others, texts, tmp_path):
-    folder = run(tmp_path, f"{flags} -model one -cpu 1")
-    one = weights(folder)
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} -model three -cpu 3")))
-    run(tmp_path, f"{flags} -model parts -cpu 2 -limit_steps 3", wanted=75)
-    assert same_tensors(one, weights(run(tmp_path, f"{flags} -model parts -cpu 3")))
-    assert not same_tensors(one, weights(run(tmp_path, f"{others} -model others -cpu 1")))
+    folder = same_bits_everywhere(tmp_path, flags, (3, 2))
+    assert distance(folder, run(tmp_path, f"{others} -model others -cpu 1"))
     figures = {name for line in lines(folder) for name in line}
     assert flags != MIXED or {"val_a/loss", "val_b/loss"} < figures
 
@@ -189,26 +183,22 @@ def test_places_are_mixed_by_their_shares(texts):
 
 def test_parts_that_do_not_fit_together_are_refused():
     one, other = (Tensors(torch.zeros(4), torch.arange(4), classes=names) for names in (["a", "b"], ["b", "a"]))
-    with pytest.raises(UsageError, match="differ in their classes"):
-        sampling.Mixture({"one": one, "other": other}, {"one": 1, "other": 1})
-    with pytest.raises(UsageError, match="has shares for"):
-        sampling.Mixture({"one": one}, {"other": 1})
+    both = {"one": one, "other": other}
+    assert "differ in their classes" in usage_error(sampling.Mixture, both, {"one": 1, "other": 1})
+    assert "has shares for" in usage_error(sampling.Mixture, {"one": one}, {"other": 1})
     one.sampler = range(4)
     for part, share, message in (([], 1, "one of a mixture is empty"), ([1], -1, "the shares of a mixture are")):
-        with pytest.raises(UsageError, match=message):
-            sampling.Mixture({"one": Items(part)}, {"one": share})
-    with pytest.raises(UsageError, match="only one of the whole can draw"):
-        fetch.draw_order(ConcatDataset([Items([1], sampler=[0]), Items([2])]), 0, 0)
-    with pytest.raises(UsageError, match="give it weights instead"):
-        sampling.Mixture({"one": one}, {"one": 1})
+        assert message in usage_error(sampling.Mixture, {"one": Items(part)}, {"one": share})
+    parts = ConcatDataset([Items([1], sampler=[0]), Items([2])])
+    assert "only one of the whole can draw" in usage_error(fetch.draw_order, parts, 0, 0)
+    assert "give it weights instead" in usage_error(sampling.Mixture, {"one": one}, {"one": 1})
 
 
 @pytest.mark.parametrize("numbers", [[1.0, math.nan, 1, 1], [0.0] * 4, [1.0, -1, 1, 1], [1.0, math.inf, 1, 1], [1.0]])
 def test_weights_that_are_none_are_refused(numbers):
     part = Tensors(torch.zeros(4), torch.arange(4))
     part.weights = numbers
-    with pytest.raises(UsageError, match="weights of"):
-        sampling.add_sampler(part, parsed("-shuffle"))
+    assert "weights of" in usage_error(sampling.add_sampler, part, parsed("-shuffle"))
 
 
 def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the_names_are_left_alone():
@@ -230,9 +220,8 @@ def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the
     one, two = (Items([1, 2], weights=[0, 1]) for _ in range(2))
     sampling.add_sampler(both := ConcatDataset([one, two]), parsed(""))
     assert {*drawn(both.sampler).tolist()} == {1, 3}
-    with pytest.raises(UsageError, match="some have weights"):
-        sampling.add_sampler(ConcatDataset([one, Items([1])]), parsed(""))
-    with pytest.raises(UsageError, match="must list their classes"):  # the last tensor may be anything
-        sampling.add_sampler(TensorDataset(*[torch.zeros(2, dtype=torch.int64)] * 3), parsed("-balance"))
-    with pytest.raises(UsageError, match="one of them must go"):
-        sampling.add_sampler(Items([1, 2], weights=[1, 2], sampler=[0, 1]), parsed(""))
+    assert "some have weights" in usage_error(sampling.add_sampler, ConcatDataset([one, Items([1])]), parsed(""))
+    part = TensorDataset(*[torch.zeros(2, dtype=torch.int64)] * 3)  # the last tensor may be anything
+    assert "must list their classes" in usage_error(sampling.add_sampler, part, parsed("-balance"))
+    part = Items([1, 2], weights=[1, 2], sampler=[0, 1])
+    assert "one of them must go" in usage_error(sampling.add_sampler, part, parsed(""))

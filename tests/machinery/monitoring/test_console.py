@@ -36,8 +36,9 @@ print("last words")
 """
 
 
-def run_code(code, *args, **streams):
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, timeout=240, **streams)
+def run_code(code, *args):
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True)
 
 
 def on_a_terminal(code, *args):
@@ -74,8 +75,7 @@ def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
 
 
 def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    main, other = (run_code(RUN, tmp_path, rank, **pipes) for rank in range(2))
+    main, other = (run_code(RUN, tmp_path, rank) for rank in range(2))
     lines = main.stdout.splitlines()
     assert lines[0] == "step 110/200  loss 0.110  data 25 %" and lines[-2:] == ["finished", "last words"]
     assert len([line for line in lines if line.startswith("step")]) == 10 and main.stderr == ""
@@ -84,7 +84,7 @@ def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_pat
     for text in logs:
         assert " INFO saved step_00000150\n" in text and "careful" in text
     assert "careful" in main.stdout and "loss 0.110" in logs[0] and "loss" not in logs[1]
-    run_code(RUN, tmp_path, 1, **pipes)
+    run_code(RUN, tmp_path, 1)
     assert (tmp_path / "logs/rank_1.log").read_text().startswith(logs[1]), "the next start appends"
 
 
@@ -92,7 +92,7 @@ def test_a_traceback_is_in_the_log_file_and_not_on_the_terminal(tmp_path):
     code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
     code += "for _ in range(2):\n    console.setup_logging(sys.argv[1], 0)\n"
     code += "try:\n    1 / 0\nexcept ZeroDivisionError:\n    logging.critical('failed', exc_info=True)\n"
-    done = run_code(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = run_code(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "failed\n", "")
     text = (tmp_path / "logs/rank_0.log").read_text()
     assert text.count("CRITICAL failed") == 1 and "Traceback" in text and "ZeroDivisionError" in text

@@ -5,21 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import NET, BlocksNet
-from runs import few, norm_net, plugins, run
-from saves import SMALL, bits
+from runs import run
+from saves import SMALL, bits, file_plugins
 from torch import nn
 
 from lib.core import exact
 from lib.utils.data.plan import rank_share
 
 SIZES = st.integers(1, 9)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    made = {"blocks_net": lambda args: BlocksNet(), "turns_net": lambda args: Sometimes(), "norm_net": norm_net}
-    with plugins(arch=made, dataset={"few": few}):
-        yield
+_plugins = file_plugins(arch={"blocks_net": lambda args: BlocksNet(), "turns_net": lambda args: Sometimes()})
 
 
 def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.Tensor:

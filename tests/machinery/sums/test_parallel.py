@@ -9,9 +9,10 @@ import needs
 import pytest
 import ranks
 import torch
+from command_line import usage_error
 from nets import NET, BlocksNet
-from runs import few, norm_net, plugins, run, same_tensors, weights
-from saves import bits
+from runs import norm_net, plugins, run, same_tensors, weights
+from saves import bits, file_plugins
 from torch import nn
 
 from lib.core import parallel
@@ -21,14 +22,8 @@ NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8
 GPT = "-dataset tokens -gpt_depth 1 -gpt_width 32 -tokens_length 16 -tokens_samples 96 -micro_batch 4"
 
 RECOMPUTE = types.SimpleNamespace(recompute=True, compile=None, parallel="ddp", arch="line", channels_last=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    made = {"blocks_net": lambda args: BlocksNet(), "still_net": lambda args: BlocksNet(dropout=0.0)}
-    made["float32_net"] = float32_net
-    with plugins(arch={**made, "norm_net": norm_net}, dataset={"few": few}):
-        yield
+ARCHS = {"blocks_net": lambda args: BlocksNet(), "still_net": lambda args: BlocksNet(dropout=0.0)}
+_plugins = file_plugins(arch={**ARCHS, "float32_net": lambda args: float32_net()})
 
 
 def relative_distance(one: dict, other: dict) -> float:
@@ -76,7 +71,7 @@ def test_a_batch_gets_the_same_compiled_code_whatever_came_before_it(sizes, tmp_
     ranks.on_ranks(1, check, tmp_path)  # in a process of its own, as none can be forked after it
 
 
-def float32_net(args):
+def float32_net():
     """A model whose blocks accept only 32-bit inputs, which is what autocast gives them."""
 
     def check(block, inputs):
@@ -138,8 +133,7 @@ def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential()
 
 
 def test_recompute_for_a_model_without_blocks_is_refused():
-    with pytest.raises(parallel.UsageError, match="get_blocks"):
-        parallel.wrap(nn.Linear(2, 2), RECOMPUTE, World())
+    assert "get_blocks" in usage_error(parallel.wrap, nn.Linear(2, 2), RECOMPUTE, World())
 
 
 def test_an_arch_may_define_its_own_blocks():

@@ -15,6 +15,7 @@ from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from truth import same_bits_everywhere
 
 from lib.core import loss, parallel
 from lib.trainer import ema, trainer
@@ -31,16 +32,6 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 def plain(small_plugins, tmp_path_factory):
     """The weights of a run without an edit."""
     return weights(run(tmp_path_factory.mktemp("plain"), f"{FLAGS} -cpu 1"))
-
-
-def same_bits_everywhere(out, flags):
-    """A run on one process. Others, on three and on changing numbers of processes, must end with its bits."""
-    alone = run(out, f"{flags} -cpu 1 -model alone")
-    assert bits(run(out, f"{flags} -cpu 3 -model three")) == bits(alone)
-    for limit, processes in ((3, 2), (6, 3)):
-        run(out, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
-    assert bits(run(out, f"{flags} -cpu 1 -model moved")) == bits(alone)
-    return alone
 
 
 def plain_net(args=None):
@@ -672,9 +663,7 @@ class Restarts(trainer.Trainer):
 def test_what_an_epochs_end_draws_and_an_inner_ddp_have_the_same_bits(tmp_path):
     flags = f"{FLAGS} -eval_every 3epochs -trainer restarts"
     with plugins(trainer={"restarts": Restarts}):
-        one, three = (weights(run(tmp_path, f"{flags} -cpu {cpu} -model of{cpu}")) for cpu in (1, 3))
-        run(tmp_path, f"{flags} -cpu 1 -model moved -limit_steps 4", wanted=75)
-        assert same_tensors(one, weights(run(tmp_path, f"{flags} -cpu 1 -model moved"))) and same_tensors(one, three)
+        same_bits_everywhere(tmp_path, flags, (4, 1))
 
 
 class OwnBackward(trainer.Trainer):

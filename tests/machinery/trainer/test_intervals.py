@@ -8,25 +8,19 @@ from types import SimpleNamespace
 import pytest
 import saves
 import torch
-from runs import distance, few, lines, outcome, plugins, run, same_tensors, weights
+from command_line import refusal
+from runs import distance, few, lines, outcome, run, same_tensors, weights
 from safetensors.torch import load_file
-from saves import SMALL, bits
+from saves import SMALL, bits, file_plugins
 
 from lib import config
 from lib.trainer import trainer
 from lib.utils.checkpoint import manager
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
 
 # 4 steps an epoch: the run ends in the third epoch, after validations at steps 3, 6, 9 and 10.
 STEPS = f"{SMALL.replace('-epochs 3', '-steps 10')} -eval_every 3steps"
 LONG = SMALL.replace("-epochs 3", "-epochs 12 -log_every 1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins(small_plugins):
-    with plugins(dataset={"two_sets": two_sets}, trainer={"notes": NotesEvaluations, "bad_steps": BadSteps}):
-        yield
 
 
 def two_sets(args):
@@ -49,6 +43,9 @@ class NotesEvaluations(trainer.Trainer):
 
     def on_epoch_end(self):
         self.log_scalar("ended", self.state.epoch)
+
+
+_plugins = file_plugins(dataset={"two_sets": two_sets}, trainer={"notes": NotesEvaluations, "bad_steps": BadSteps})
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +194,7 @@ def test_a_run_that_is_to_end_where_it_already_is_begins_with_its_last_validatio
 
 
 def test_steps_and_epochs_exclude_each_other_and_the_command_line_wins_over_a_file(tmp_path):
-    with pytest.raises(UsageError, match="-epochs and -steps exclude each other"):
-        config.parse_args(["-epochs", "3", "-steps", "10"])
+    assert "-epochs and -steps exclude each other" in refusal("-epochs 3 -steps 10")
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({"steps": 10, "weights": "x"}))
     args = config.parse_args(["-cfg", str(file), "-epochs", "3", "-eval"])

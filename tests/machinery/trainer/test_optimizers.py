@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from runs import distance, plugins, run
-from saves import SMALL
+from runs import distance, run
+from saves import SMALL, file_plugins
 from torch import nn
 
 from lib import config
@@ -19,12 +19,7 @@ def matrices(args):
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(40, 4))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _plugins(small_plugins):
-    with plugins(arch={"matrices": matrices}):
-        yield
-
-
+_plugins = file_plugins(arch={"matrices": matrices})
 RUN = f"{SMALL} -arch matrices -epochs 1"
 CLASSES = {name: one for name, one in vars(torch.optim).items() if inspect.isclass(one)}
 USABLE = [name for name, one in CLASSES.items() if issubclass(one, torch.optim.Optimizer)]
