@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import few, lines, norm_net, plugins, run, same_tensors, weights
+from runs import few, lines, norm_net, run, same_tensors, weights
 
 from lib.trainer import trainer
 from lib.utils import preemption
@@ -18,17 +18,6 @@ from lib.utils.distributed import World
 
 SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
 PLUGINS = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}}
-
-
-def file_plugins(**files):
-    """A fixture for all tests of a file: the plugins of SMALL and these, as `runs.plugins` takes them."""
-
-    @pytest.fixture(scope="module", autouse=True)
-    def added(small_plugins):
-        with plugins(**files):
-            yield
-
-    return added
 
 
 def state(step: int) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Results for tests to compare with: of torch itself, and of a run on one process."""
+"""Results for tests to compare with, of torch itself and of a run on one process; plugins of a test file."""
 
 from pathlib import Path
 
-from runs import run
+import pytest
+from runs import plugins, run
 from saves import bits
 from torch.utils.data import DistributedSampler
 
@@ -25,3 +26,14 @@ def same_bits_everywhere(out: Path, flags: str, *stops: tuple[int, int]) -> Path
         run(out, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
     assert bits(run(out, f"{flags} -cpu 1 -model moved")) == bits(alone)
     return alone
+
+
+def file_plugins(**files):
+    """A fixture for all tests of a file: the plugins of SMALL and these, as `runs.plugins` takes them."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def added(small_plugins):
+        with plugins(**files):
+            yield
+
+    return added

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from runs import distance, few, run, same_tensors, weights
-from saves import SMALL, file_plugins, log_of
+from saves import SMALL, log_of
 from torch.utils import data
-from truth import same_bits_everywhere
+from truth import file_plugins, same_bits_everywhere
 
 from lib import config
 from lib.utils.data import fetch, plan

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from items import Items
 from runs import distance, few, lines, run
-from saves import SMALL, file_plugins
+from saves import SMALL
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
-from truth import same_bits_everywhere
+from truth import file_plugins, same_bits_everywhere
 
 from lib import config
 from lib.core import loss

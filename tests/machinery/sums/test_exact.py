@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import NET, BlocksNet
 from runs import run
-from saves import SMALL, bits, file_plugins
+from saves import SMALL, bits
 from torch import nn
+from truth import file_plugins
 
 from lib.core import exact
 from lib.utils.data.plan import rank_share

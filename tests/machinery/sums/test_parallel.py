@@ -12,8 +12,9 @@ import torch
 from command_line import usage_error
 from nets import NET, BlocksNet
 from runs import norm_net, plugins, run, same_tensors, weights
-from saves import bits, file_plugins
+from saves import bits
 from torch import nn
+from truth import file_plugins
 
 from lib.core import parallel
 from lib.utils.distributed import World

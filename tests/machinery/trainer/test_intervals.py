@@ -11,7 +11,8 @@ import torch
 from command_line import refusal
 from runs import distance, few, lines, outcome, run, same_tensors, weights
 from safetensors.torch import load_file
-from saves import SMALL, bits, file_plugins
+from saves import SMALL, bits
+from truth import file_plugins
 
 from lib import config
 from lib.trainer import trainer

@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 from runs import distance, run
-from saves import SMALL, file_plugins
+from saves import SMALL
 from torch import nn
+from truth import file_plugins
 
 from lib import config
 from lib.core import optimizer
