@@ -14,7 +14,7 @@ from lib.core import parallel
 from lib.utils import distributed, runtime, seeding, watchdog
 from lib.utils.checkpoint import resume, run_folder, weights
 from lib.utils.data import fetch, fingerprint, loader
-from lib.utils.errors import load_optional
+from lib.utils.errors import UsageError, load_optional
 from lib.utils.monitoring import console
 from lib.utils.monitoring.logger import Logger, NoLogger
 
@@ -73,7 +73,10 @@ class Run:
         return parallel.wrap(model, args, world, self.plan.engine, arch=arch)
 
     def prepare(self, loss: nn.Module) -> nn.Module:
-        """Return the loss on the device, with its weights if they follow from the data."""
+        """Return the loss on the device, with its weights if they follow from the data. Raises UsageError for a sum."""
+        of_torch = type(loss).__module__.startswith("torch.")  # another may divide its sum itself
+        if of_torch and getattr(loss, "reduction", "mean") == "sum":  # micro-batches would change the step
+            raise UsageError(f"-loss {self.args.loss} has reduction='sum': it must return the mean over a batch")
         if self.args.class_weights == "balanced":
             sampling = load_optional("scripts.sampling", "-class_weights balanced")
             sampling.balance_loss(loss, self.splits["train"], self.args)

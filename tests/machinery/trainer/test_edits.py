@@ -320,6 +320,11 @@ def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatc
             assert distance(both, one) < ROUNDING
 
 
+def test_a_loss_that_is_a_sum_is_refused(monkeypatch, refused):
+    monkeypatch.setattr(loss, "get_loss", lambda args: nn.CrossEntropyLoss(reduction="sum"))
+    assert "has reduction='sum': it must return the mean over a batch" in refused(f"{FLAGS} -cpu 1")
+
+
 def test_class_weights_may_change_at_a_resume(tmp_path):
     flags = f"{FLAGS} -cpu 1 -class_weights"
     run(tmp_path, f"{flags} 1,1,1,1 -model moved -limit_steps 5", wanted=75)
