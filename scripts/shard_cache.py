@@ -51,7 +51,9 @@ def read(shard: str, offset: int, size: int) -> bytes:
 
 
 def main() -> int:
-    task = json.loads(sys.stdin.readline())
+    if not (line := sys.stdin.readline()):  # the run is gone already
+        return 0
+    task = json.loads(line)
     threading.Thread(target=end_with_stdin, daemon=True).start()
     try:
         copy_all(Path(task["root"]), int(task["limit_gb"] * 1e9), task["copies"])

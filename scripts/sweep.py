@@ -401,6 +401,7 @@ class Runner:
                 self.fill(trials)
 
     def look_at_queue(self):
+        """Read Slurm's queue. Where it does not answer, say so once, and wait."""
         try:
             self.queue = queue() if self.slurm else None
         except UsageError as error:  # Slurm may be away for a while

@@ -27,8 +27,8 @@ def get_model(args) -> nn.Module:
     About depth x 12 width^2 parameters: 12 x 768 is GPT-2's 85 million without the embedding, 24 x 1792 is 0.9
     billion. Radford et al., Language Models are Unsupervised Multitask Learners, 2019; Zhang and Sennrich, RMSNorm,
     arXiv:1910.07467; Su et al., rotary positions, arXiv:2104.09864; Press and Wolf, tied embeddings,
-    arXiv:1608.05859. An end token belongs to the document that it begins, whose first token is then predicted from it
-    alone. Raises UsageError for sizes that do not fit.
+    arXiv:1608.05859. An end token counts as the first one of the document behind it. Raises UsageError for sizes, or
+    an end token, that do not fit.
     """
     width, heads = args.gpt_width, args.gpt_heads
     if width % (2 * heads):

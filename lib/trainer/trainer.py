@@ -348,7 +348,7 @@ class Trainer:
         """
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
-        value = value.full_tensor() if shards.is_sharded(value) else value  # of all ranks, which call this alike
+        value = value.full_tensor() if shards.is_sharded(value) else value  # a collective
         if self.in_pass or self.world.is_main:
             self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
 
@@ -431,8 +431,8 @@ class Trainer:
         totals = metrics.Sums()
         self.predictions.reset()
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
-            exchanged = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
-            for context in (self.rate.paused(), exchanged, self.evaluating()):
+            chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
+            for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
             for micro_batch, batch in self.loaders[split].epoch(0):
                 seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
