@@ -75,7 +75,12 @@ def copy_all(root: Path, limit: int, wanted: dict[str, str]) -> None:
     """
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_first = True  # and says what is left out
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_first = False
+            fcntl.flock(lock, fcntl.LOCK_EX)
         from scripts.remote import Storage  # which is large, for those that only wait
 
         used = sum(file.stat().st_size for file in root.glob("*/*.tar"))
@@ -88,7 +93,9 @@ def copy_all(root: Path, limit: int, wanted: dict[str, str]) -> None:
             store = Storage(shard)
             size = store.version(shard)[0]
             if used + size > limit:
-                print(f"shard_cache.py: -cache_gb is full: {shard} and others are read from the URL", file=sys.stderr)
+                if is_first:
+                    text = f"-cache_gb is full: {shard} and others are read from the URL"
+                    print(f"shard_cache.py: {text}", file=sys.stderr)
                 return
             with atomic.new_version(Path(file)) as partial:
                 store.copy(shard, partial, size)
