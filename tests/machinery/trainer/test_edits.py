@@ -20,7 +20,6 @@ from truth import same_bits_everywhere
 from lib.core import loss, parallel
 from lib.trainer import ema, trainer
 from lib.utils.checkpoint import state
-from lib.utils.checkpoint.state import decode
 
 FLAGS = f"{SMALL} -log_every 1"
 STOCK = f"{FLAGS} -deterministic no -cpu 2"
@@ -292,7 +291,7 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
     with plugins(trainer={"own": OwnRates}):
         alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0 -save_every 1steps")
     manifest = state.read_manifest(alone / "checkpoints" / names(alone)[0])
-    groups = decode(manifest["states"]["optim"][1], {})
+    groups = state.decode(manifest["states"]["optim"][1], {})
     assert [group["lr_scale"] for group in groups] == pytest.approx([2.0, 0.2, 0.5, 2.0, 0.1])
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 

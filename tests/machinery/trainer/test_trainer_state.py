@@ -72,11 +72,6 @@ class Own:
         vars(self).update(state)
 
 
-def saved(folder, name=None):
-    """All tensors of a run's checkpoint, by default the newest."""
-    return saves.tensors(folder / "checkpoints" / (name or names(folder)[0]))
-
-
 @pytest.fixture
 def slow_writes(monkeypatch):
     """Slow down the writing of checkpoint files, and the swap of averaged weights even more."""
@@ -95,7 +90,7 @@ def run_with_stops(out, flags, *limits):
 def all_saved(folder):
     """All tensors of all checkpoints, by step: a stop makes one more of its step."""
     steps = {name.partition("_step_")[2]: name for name in names(folder)}
-    found = {step: saved(folder, name) for step, name in steps.items()}
+    found = {step: saves.tensors(folder / "checkpoints" / name) for step, name in steps.items()}
     return {f"{step} {tensor}": value for step, one in found.items() for tensor, value in one.items()}
 
 
@@ -106,7 +101,7 @@ def test_whatever_has_a_state_resumes_exactly(tmp_path, request):
         single = run(tmp_path, f"{flags} alone -cpu 1")
         request.getfixturevalue("slow_writes")
         part = run_with_stops(tmp_path, f"{flags} part -cpu 3", 1, 5)
-    truth = saved(whole)
+    truth = saves.tensors(whole / "checkpoints" / names(whole)[0])
     assert same_tensors(all_saved(part), all_saved(whole)) and len(names(whole)) == 12
     assert bits(whole) == bits(single)
     manifests = [state.read_manifest(folder / "checkpoints" / names(folder)[0]) for folder in (whole, part)]
