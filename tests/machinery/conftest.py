@@ -1,7 +1,6 @@
 """Shared by the tests of the machinery: runs as processes of their own, and disks without waiting."""
 
 import os
-import subprocess
 import sys
 import urllib.request
 from functools import partial
@@ -10,7 +9,7 @@ from pathlib import Path
 import command_line
 import ports
 import pytest
-from processes import serve, start, uninterrupted, until  # noqa: F401
+from processes import serve, session, start, uninterrupted, until  # noqa: F401
 
 # Only in ./scripts/test.sh --all: files whose tests take long or need Slurm or etcd; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
@@ -80,16 +79,13 @@ def error_of(tmp_path, capsys):
 
 
 @pytest.fixture
-def s3_server():
+def s3_server(tmp_path):
     """A real S3 server with a bucket: the variables of a process that reaches it."""
     port = ports.free()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "3f" * 20, "AWS_DEFAULT_REGION": "us-east-1"}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            until(lambda: not ports.is_free(port))
-            url = f"http://127.0.0.1:{port}"
-            urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
-            yield {**keys, "AWS_ENDPOINT_URL": url}
-        finally:
-            server.kill()
+    with session(command, tmp_path / "moto.log"):
+        until(lambda: not ports.is_free(port))
+        url = f"http://127.0.0.1:{port}"
+        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+        yield {**keys, "AWS_ENDPOINT_URL": url}

@@ -82,11 +82,9 @@ def etcd(tmp_path):
     options |= {"advertise-client-urls": f"http://{client}", "listen-peer-urls": f"http://{peer}"}
     options |= {"initial-advertise-peer-urls": f"http://{peer}", "initial-cluster": f"default=http://{peer}"}
     command = ["etcd", "--enable-v2", *(f"--{name}={value}" for name, value in options.items())]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until(lambda: not ports.is_free(int(client.partition(":")[2])))
-    yield client
-    server.terminate()
-    server.wait()
+    with session(command, tmp_path / "etcd.log"):
+        until(lambda: not ports.is_free(int(client.partition(":")[2])))
+        yield client
 
 
 @require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")

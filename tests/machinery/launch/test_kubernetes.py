@@ -1,6 +1,5 @@
 """The files in scripts/kubernetes fit each other, train.py and elastic.sh; process 1 of a pod stops correctly."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from command_line import parsed
 from kubeflow_trainer_api import models as trainer_api
-from processes import CLEAN, ROOT, children, copy_tracked, python, until
+from processes import CLEAN, ROOT, children, copy_tracked, python, session, until
 
 from lib.utils.checkpoint import run_folder
 
@@ -116,15 +115,9 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
     assert run_folder.read_json(folder / "outcome.json")["step"] == stopped["step"] + 1
 
 
-@contextlib.contextmanager
 def pod(kind, command, image):
-    """Start the command of a pod from the image's files, as process 1 of a namespace of its own, with the variables
-    of its operator."""
+    """A session that starts the command of a pod from the image's files, as process 1 of a namespace of its own, with
+    the variables of its operator."""
     given = dict(f"PET_{one}".split("=") for one in GIVEN[kind].format(port=ports.free()).split())
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *command]
-    process = subprocess.Popen(command, cwd=image, env={**CLEAN, "OMP_NUM_THREADS": "1", **given})
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    return session(command, image / f"{kind}.log", cwd=image, env={**CLEAN, "OMP_NUM_THREADS": "1", **given})
