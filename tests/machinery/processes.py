@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -235,9 +235,14 @@ def children(pid: int) -> list[int]:
 
 def python(*args, code: int = 0, cwd: Path = ROOT, env: dict = CLEAN) -> str:
     """The output of Python with these arguments. It must end with this exit code."""
-    command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == code, done.stdout + done.stderr
+    return output_of([sys.executable, *args], code, cwd=cwd, env=env)
+
+
+def output_of(command: Iterable, code: int | None = 0, *, limit: float = 280, **options) -> str:
+    """The output of a command, stdout first. It must end with this exit code, None for any; `limit` in seconds."""
+    command = [str(part) for part in command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, **options)
+    assert code in (None, done.returncode), f"{command}: exit code {done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
 

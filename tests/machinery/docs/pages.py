@@ -1,14 +1,12 @@
 """README.md and the pages of docs: their texts, commands and files, and a fork that has these files."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 from PIL import Image
-from processes import ROOT
+from processes import CLEAN, ROOT, output_of
 
 README = (ROOT / "README.md").read_text()
 PATTERNS = ("*.md", "docs/**/*.md", "data/*.md", "scripts/*/*.md")
@@ -53,8 +51,4 @@ def run_command(folder, command, code=0, **variables):
     """The output of a command of a page, which must end with this exit code."""
     flags = shlex.split(command)
     flags[0] = {"python": sys.executable, "torchrun": str(Path(sys.executable).with_name("torchrun"))}[flags[0]]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.run(flags, cwd=folder, env={**env, **variables}, timeout=800, **streams)
-    assert run.returncode == code, f"{command}: exit code {run.returncode}\n{run.stdout}"
-    return run.stdout
+    return output_of(flags, code, limit=800, cwd=folder, env={**CLEAN, **variables})

@@ -3,12 +3,11 @@ arguments."""
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import copy_of_the_code, fake_program
+from processes import copy_of_the_code, fake_program, output_of
 
 import train
 
@@ -26,9 +25,7 @@ def bash(folder: Path, command: str, **variables) -> str:
     """The output of a command, run in an environment of its own. The command must exit with 0."""
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     env = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(folder), **variables}
-    output = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-    assert output.returncode == 0, output.stdout + output.stderr
-    return output.stdout + output.stderr
+    return output_of(["bash", "-c", command], cwd=folder, env=env)
 
 
 def test_set_up_on_a_login_node_loads_modules_and_installs_packages(project):

@@ -2,11 +2,11 @@
 
 import re
 import shlex
-import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+import processes
 import pytest
 from command_line import shared
 from processes import CLEAN, ROOT, copy_tracked
@@ -60,10 +60,7 @@ class Trainer(trainer.Trainer):
 
 
 def output_of(folder, *command, code=0, **env) -> str:
-    env = {**CLEAN, **ME, **env}
-    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=840)
-    assert run.returncode == code, run.stdout + run.stderr
-    return run.stdout + run.stderr
+    return processes.output_of(command, code, limit=840, cwd=folder, env={**CLEAN, **ME, **env})
 
 
 def python(folder, *command, code=0) -> str:

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-from processes import ROOT, until
+from processes import ROOT, output_of, until
 from runs import lines
 
 import lib.dataset
@@ -95,12 +95,7 @@ class Cluster:
 
     def run(self, *command, wanted: int | None = 0, **more) -> str:
         """The output of a command, started in the folder of the code. Its exit code must be `wanted`."""
-        command = [str(part) for part in command]
-        place = {"env": self.env(**more), "cwd": self.code}
-        output = subprocess.run(command, **place, capture_output=True, text=True, timeout=240)
-        said = output.stdout + output.stderr
-        assert wanted in (None, output.returncode), f"{command}: exit code {output.returncode}: {said}"
-        return said
+        return output_of(command, wanted, cwd=self.code, env=self.env(**more))
 
     def train(self, flags: str, wanted: int = 0, **more) -> str:
         """The output of `python train.py FLAGS -out OUT`."""
