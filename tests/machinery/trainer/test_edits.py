@@ -698,24 +698,15 @@ class LateTeacher(trainer.Trainer):
         return super().train_epoch()
 
 
-class NoNorm(trainer.Trainer):
-    def optimizer_step(self):
-        super().optimizer_step()
-
-
-class Renames(trainer.Trainer):
-    def after_step(self):
-        self.log_scalar("lr", 3.0)
-
-
 class PartCall(trainer.Trainer):
     def training_step(self, batch):
         model = state.unwrap(self.model)
         return self.loss(model[3](model[:3](batch[0])), batch[1])
 
 
-def returning(loss):
-    return type("Returns", (trainer.Trainer,), {"training_step": lambda self, batch: loss})
+def overriding(**methods):
+    """A trainer with these methods."""
+    return type("Overrides", (trainer.Trainer,), methods)
 
 
 class NoSync(trainer.Trainer):
@@ -724,11 +715,14 @@ class NoSync(trainer.Trainer):
             return super().training_step(batch)
 
 
+NO_NORM = overriding(optimizer_step=lambda self: None)
+RENAMES = overriding(after_step=lambda self: self.log_scalar("lr", 3.0))
 HOOKED = with_change(lambda self: self.model[1].weight.register_hook(lambda gradient: gradient / 2))
 SECOND_OPTIMIZER = with_change(lambda self: setattr(self, "later", torch.optim.SGD(self.model.parameters(), lr=0.1)))
 FROZEN_IN_DDP = with_change(lambda self: state.unwrap(self.model)[1].requires_grad_(False))
 STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
 LOSSES = (None, 0.5, torch.zeros(3), torch.zeros(()))  # none is a scalar tensor with a gradient
+RETURNING = [overriding(training_step=lambda *_, loss=loss: loss) for loss in LOSSES]
 OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
@@ -744,11 +738,11 @@ REFUSED = [  # flags and what is said
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
     (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
     (HOOKED, "-cpu 2 -parallel fsdp", "a parameter has a register_hook, which FSDP never calls"),
-    (NoNorm, "-cpu 1", "optimizer_step returns None: it must return the norm"),
-    (Renames, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
+    (NO_NORM, "-cpu 1", "optimizer_step returns None: it must return the norm"),
+    (RENAMES, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
     (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
-    *((returning(loss), "-cpu 1", "not the mean loss, a 0-d tensor") for loss in LOSSES),
+    *((edit, "-cpu 1", "not the mean loss, a 0-d tensor") for edit in RETURNING),
 ]
 
 
