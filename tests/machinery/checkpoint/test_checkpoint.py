@@ -14,7 +14,8 @@ from runs import few, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, log_of, names, new_checkpoints, save
 
-from lib.utils.checkpoint import shards, weights
+from lib.utils import runtime
+from lib.utils.checkpoint import shards, state, weights
 from lib.utils.monitoring import metrics
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -58,6 +59,11 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
     checkpoints.close()
     assert most == [1] * 4 and events == ["begun", "written"] * 4
     assert saves.steps(tmp_path) == [4, 3, 2, 1]
+
+
+def test_a_checkpoint_names_the_commit_of_the_code(finished_run):
+    newest = finished_run / "checkpoints" / names(finished_run)[0]
+    assert state.read_manifest(newest)["about"]["git"] == runtime._git_status()
 
 
 def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_is_never_removed(tmp_path):

@@ -17,7 +17,7 @@ from runs import distance, run
 from lib import config
 from lib.dataset import folder
 from lib.utils import files
-from lib.utils.data import photos
+from lib.utils.data import loader, photos
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 from scripts import check_data, doctor
@@ -218,6 +218,12 @@ def test_files_without_which_a_class_is_empty_are_not_left_out(tmp_path, refused
         file.write_text("no photo")
     line = refused(f"{FLAGS} -data {tmp_path / 'data'} -skip_bad_files -cpu 1")
     assert "-skip_bad_files: no sample of the class bee in train can be read" in line
+
+
+def test_overfit_takes_samples_of_all_classes(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    few = loader.splits(dataset(tmp_path), "folder", overfit=2)["train"]
+    assert [label for _, label in few] == [0, 1]
 
 
 @pytest.fixture

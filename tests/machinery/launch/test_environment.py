@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from command_line import parsed
+from processes import python
 
 from lib.launch import environment
 from scripts import agent
@@ -34,6 +35,15 @@ def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):
     assert torch.hub._get_torch_home() == f"{tmp_path}/mine/torch"
     assert os.environ["TRITON_CACHE_DIR"] == "/mine"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/mine/torchinductor"
+
+
+def test_caches_are_set_before_torch_is_imported(bare, tmp_path):
+    """In a real run of two processes inductor's cache is in -cache_dir."""
+    code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
+    flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -cache_dir {tmp_path} -out {tmp_path}".split()
+    output = python("-c", code, *flags, code=75, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for name, part in environment.CACHES.items():
+        assert f"'{name}': '{tmp_path / part}'" in output
 
 
 @pytest.mark.parametrize(

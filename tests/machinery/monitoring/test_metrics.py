@@ -160,6 +160,13 @@ def test_a_model_of_other_outputs_than_classes_is_named_once(caplog):
     assert caplog.text.count("the model gives 32 outputs, and -num_classes is 3: no f1") == 1
 
 
+def test_float_targets_are_not_taken_for_classes():
+    """A model with one output that computes the loss of a regression itself has such targets."""
+    answers = metrics.Predictions(nn.CrossEntropyLoss(), 1, World())
+    answers.add(torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
+    assert answers.figures() == {} and not answers.counts.any()
+
+
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int64])
 @pytest.mark.parametrize("classes", [12, 17, 100])
 def test_f1_is_that_of_scikit_learn_for_labels_of_any_type(kind, classes):

@@ -142,6 +142,17 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("size", [4, 5])
+def test_the_class_dimension_is_the_first_for_pixels_and_the_last_for_tokens_even_if_both_fit(size):
+    loss = losses.get_loss(parsed("-label_smoothing 0"))
+    pixels, tokens = torch.randint(4, (2, size, size)), torch.randint(size, (2, size))
+    images, rows = torch.randn(2, 4, size, size), torch.randn(2, size, size)
+    assert torch.equal(loss(images, pixels), nn.functional.cross_entropy(images, pixels))
+    assert losses.metric_sums(loss, images, pixels) == {}
+    assert torch.equal(loss(rows, tokens), nn.functional.cross_entropy(rows.flatten(0, 1), tokens.flatten()))
+    assert losses.metric_sums(loss, rows, tokens).keys() == {"bits_per_token"}
+
+
 def test_losses_and_accuracy_are_those_of_torch():
     outputs, labels = torch.randn(9, 4), torch.randint(4, (9,))
     loss = losses.get_loss(parsed("-label_smoothing 0.2"))

@@ -16,6 +16,8 @@ from saves import bits
 from torch import nn
 from truth import file_plugins
 
+from lib import config
+from lib.core import loss as losses
 from lib.core import parallel
 from lib.utils.distributed import World
 
@@ -70,6 +72,15 @@ def test_a_batch_gets_the_same_compiled_code_whatever_came_before_it(sizes, tmp_
         assert seen == [{int}, {int}]
 
     ranks.on_ranks(1, check, tmp_path)  # in a process of its own, as none can be forked after it
+
+
+@pytest.mark.parametrize(("flags", "compiled"), [("-compile", ["_sum"]), ("-compile -cpu 1", []), ("", [])])
+def test_compile_compiles_the_loss_too_on_a_gpu(flags, compiled, monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function: found.append(function.__name__) or function)
+    losses.get_loss(config.parse_args(flags.split()))
+    assert found == compiled
 
 
 def float32_net():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from types import SimpleNamespace
 
@@ -60,6 +61,10 @@ def test_a_run_of_n_steps_ends_there_and_its_schedule_with_it(undisturbed):
     assert [line["step"] for line in logged if "train/loss" in line] == [4, 8, 10]
     assert logged[-1]["step"] == 10 and [line["train/lr"] for line in logged if "train/lr" in line][-1] == 1e-6
     assert (result["state"], result["step"], result["epoch"], result["evaluations"]) == ("finished", 10, 2, 4)
+    usual = (
+        r"step 10/10  loss \S+  mean \S+  lr 1.0e-06  grad \S+  [\d,.]+ samples/s  data \d+ %  mem \S+ GB  left 00:00"
+    )
+    assert re.search(usual, saves.log_of(undisturbed))
     assert config.parse_args(["-cfg", str(undisturbed / "config.yaml")], describe=False).steps == 10
 
 
@@ -71,6 +76,13 @@ def test_a_run_that_stops_anywhere_goes_on_with_the_same_bits_and_the_same_log(s
     run(tmp_path, f"{STEPS} -cpu {cpu} -save_every 2steps")
     assert bits(folder) == bits(undisturbed)
     assert outcome(folder)["best"] == outcome(undisturbed)["best"]
+
+
+def test_early_stopping_counts_validations(tmp_path):
+    folder = run(tmp_path, f"{STEPS} -cpu 1 -best loss:max -stop_after 2")
+    result = outcome(folder)
+    assert (result["step"], result["evaluations"], result["best"]["step"]) == (9, 3, 3), "the loss falls"
+    assert result["reason"].startswith("-stop_after 2")
 
 
 @pytest.fixture(scope="module")
