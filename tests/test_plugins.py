@@ -176,8 +176,8 @@ def make_splits(name, folder, monkeypatch):
         pytest.skip(f"needs data of its own: {error}")
 
 
-def flags_for(name, folder):
-    return ["-dataset", name, "-data", str(config.ROOT / "data" if name == "digits" else folder), *SMALL.get(name, [])]
+def flags_for(name, path):
+    return ["-dataset", name, "-data", str(config.ROOT / "data" if name == "digits" else path), *SMALL.get(name, [])]
 
 
 def check_batch(batch, items):
