@@ -193,8 +193,8 @@ def test_bits_per_token_is_the_mean_negative_log2_probability_of_the_targets():
     smoothed = loss.get_loss(config.parse_args(["-label_smoothing", "0.1"]))
     logits, targets = torch.randn(6, 9, 256), torch.randint(256, (6, 9))
     wanted = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean() / math.log(2)
-    sums = [loss.metric_sums(smoothed, logits[part], targets[part]) for part in (slice(0, 1), slice(1, 6))]
-    assert sum(one["bits_per_token"] for one in sums) / (6 * 9) == pytest.approx(wanted.item(), rel=1e-6)
+    parts = [loss.compute_metrics(smoothed, logits[part], targets[part]) for part in (slice(0, 1), slice(1, 6))]
+    assert sum(one["bits_per_token"].total for one in parts) / (6 * 9) == pytest.approx(wanted.item(), rel=1e-6)
     truth = functional.cross_entropy(logits.permute(0, 2, 1), targets, label_smoothing=0.1)
     assert smoothed(logits, targets) == pytest.approx(truth.item(), rel=1e-6)
     assert smoothed(logits.permute(0, 2, 1), targets) == pytest.approx(truth.item(), rel=1e-6)  # torch's own order

@@ -15,9 +15,11 @@ from torch.nn import functional
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
+from lib.utils.monitoring.metrics import Ratio, ratio
 
 TAKES = "-loss cross_entropy takes class numbers or probabilities of 2 classes or more (for a regression: -loss mse)"
 signature = functools.cache(inspect.signature)  # which is slow, for each micro-batch
+MAX_CLASSES = 100  # of f1
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
 
@@ -206,17 +208,17 @@ BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "h
 REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
 
 
-def metric_sums(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Tensor]:
-    """Return what a batch adds to each metric but the loss: sums over its targets, so that shares of any size add up.
+def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Ratio]:
+    """Return the metrics of a batch but the loss, over its targets that are not ignored.
 
-    Ignored targets add nothing. One class a sample: accuracy, and top5 of more than 10 classes. A class at each place
+    One class a sample: accuracy; f1, the macro F1, up to 100 classes; top5 of more than 10. A class at each place
     (tokens): bits_per_token, the code length in bits, without label smoothing. Numbers: mae.
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         return {}
     outputs = outputs.detach()
     if isinstance(criterion, REGRESSION) and outputs.shape == targets.shape:
-        return {"mae": (outputs.float() - targets.float()).abs().mean() * len(targets)}
+        return {"mae": ratio((outputs.float() - targets.float()).abs())}
     if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
     targets = targets.long()
@@ -224,9 +226,17 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Te
     if targets.ndim == 1:
         if outputs.shape[1] == 1:  # one number a sample, as of a binary loss: its largest says nothing
             return {}
-        sums = {"accuracy": (counted & (outputs.argmax(1) == targets)).sum()}
-        if outputs.shape[1] > 10:
-            sums["top5"] = (counted & (outputs.topk(5).indices == targets[:, None]).any(1)).sum()
-        return sums
+        answers, classes, number = outputs.argmax(1), outputs.shape[1], counted.sum()
+        right = counted & (answers == targets)
+        found = {"accuracy": Ratio(right.sum(), number)}
+        if classes > 10:
+            in_5 = (outputs.topk(5).indices == targets[:, None]).any(1)
+            found["top5"] = Ratio((counted & in_5).sum(), number)
+        if classes <= MAX_CLASSES:
+            places, none = targets.where(counted, 0), number.new_zeros(classes)
+            hits = none.index_add(0, places, right.long())
+            both = none.index_add(0, places, counted.long()).index_add(0, answers, counted.long())
+            found["f1"] = Ratio(2 * hits, both)
+        return found
     nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
-    return {"bits_per_token": nats * counted.sum() / math.log(2)}
+    return {"bits_per_token": Ratio(nats * counted.sum() / math.log(2), counted.sum())}

@@ -27,7 +27,7 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
-FIXED = {*"args checkpoints config folder loss_sums metrics plan precision predictions rate saved state stop".split()}
+FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved state stop".split()}
 MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HINT = "-debug names the first bad tensor; try a lower -lr_start, -clip_grad, or -bf16 in place of -fp16"
-SCALAR, CALLS = "scalar/", "calls/"  # of log_scalar, among the sums
 
 
 class Trainer:
@@ -68,9 +67,8 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
-        self.predictions = metrics.Predictions(loss, args.num_classes, world)
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
-        self.in_pass = False  # whether a micro-batch is being computed
+        self.logs_scalars = world.is_main  # in a pass: whether this one is no padding
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
@@ -85,18 +83,18 @@ class Trainer:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
-            self.metrics.update(self.metric_sums(done.outputs, done.targets))
+            for name, value in self.compute_metrics(done.outputs, done.targets).items():
+                self.log_scalar(name, value)
         return done.loss
 
-    def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Tensor]:
-        """Return what a batch of `count` targets (see count_targets) adds to each metric: sums, 0-d tensors."""
+    def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Any]:
+        """Return the loss and the metrics of a batch of `count` targets (see count_targets), as `compute_metrics`."""
         done = losses.forward(model, batch, self.loss)
-        self.predictions.add(done.targets, done.outputs, count)
-        return {"loss": done.loss * count, **self.metric_sums(done.outputs, done.targets)}
+        return {"loss": metrics.Ratio(done.loss * count, count), **self.compute_metrics(done.outputs, done.targets)}
 
-    def metric_sums(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return what a batch adds to each metric but the loss: sums over its targets. Override it for others."""
-        return losses.metric_sums(self.loss, outputs, targets)
+    def compute_metrics(self, outputs: Any, targets: Any) -> dict[str, Any]:
+        """Return the metrics of a batch, each as values of its samples, (B, ...), or as a Ratio. Override it."""
+        return losses.compute_metrics(self.loss, outputs, targets)
 
     def count_targets(self, batch: Any, samples: int) -> Tensor | int:
         """Return how many targets the mean loss of a batch is a mean over: its weight. 0 for padding (0 samples)."""
@@ -228,10 +226,10 @@ class Trainer:
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
-        self.in_pass, self.metrics.counts = True, micro_batch.count > 0
+        self.logs_scalars = micro_batch.count > 0
         with self.precision, self.checks.watch_pass(micro_batch):
             loss = self.training_step(batch)
-        self.in_pass, self.metrics.counts = False, True
+        self.logs_scalars = self.world.is_main
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise UsageError(f"training_step returns {loss!r:.40}: not the mean loss, a 0-d tensor with a gradient")
         return loss
@@ -342,15 +340,15 @@ class Trainer:
         return done % number == 0
 
     def log_scalar(self, name: str, value: Any) -> None:
-        """Log a number (or 0-d tensor) as train/NAME: the mean over all calls since the log line before.
+        """Log train/NAME: the mean over all calls since the last line, of a number, a tensor's values, or a Ratio.
 
         In `training_step` each micro-batch counts its own. Elsewhere all ranks call it, and rank 0's value counts.
         """
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
-        value = value.full_tensor() if shards.is_sharded(value) else value  # a collective
-        if self.in_pass or self.world.is_main:
-            self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
+        parts = [part.full_tensor() if shards.is_sharded(part) else part for part in metrics.ratio(value)]
+        if self.logs_scalars:
+            self.metrics.update({name: metrics.Ratio(*parts)})
 
     def log(self) -> None:
         """Log the interval since the last line, if a line is due; end the run after too many bad steps in a row."""
@@ -359,14 +357,13 @@ class Trainer:
             return
         run_folder.check_lock(self.folder)
         self.read_losses()
-        interval = {**self.metrics.reduce(), **self.loss_sums.reduce()}  # the first may fail, and loses nothing then
-        scalars = [name.removeprefix(SCALAR) for name in interval if name.startswith(SCALAR)]
-        means = {name: interval.pop(f"{SCALAR}{name}") / interval.pop(f"{CALLS}{name}") for name in scalars}
-        for name, value in interval.items():
-            state.sums[name] = state.sums.get(name, 0.0) + value
-        figures = {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": state.grad_norm, **means}
+        others = metrics.means(self.metrics.reduce())  # it may fail, and loses nothing then
+        interval = self.loss_sums.reduce()
+        state.sums |= {name: state.sums.get(name, 0.0) + value for name, value in interval.items()}
+        figures = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss")}
+        figures |= {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": state.grad_norm}
         speed = self.rate.interval(state) | {"save_s": self.checkpoints.took_s}
-        self.logger.log_training(state, interval, figures, speed)
+        self.logger.log_training(state, figures, others, speed)
         if state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()
             bad = f"{state.bad_row} steps in a row without a finite gradient (-max_bad_steps)"
@@ -429,7 +426,6 @@ class Trainer:
         Raises preemption.Stopped if all ranks agree to stop, in an evaluation that the next start can repeat.
         """
         totals = metrics.Sums()
-        self.predictions.reset()
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
@@ -440,15 +436,13 @@ class Trainer:
                 with self.precision:
                     given = self.evaluation_step(self.model, batch, count)
                 if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
-                    totals.update({**given, "samples": count})
+                    totals.update(metrics.batch_metrics(given, micro_batch.count))
                 if self.may_stop and self.stop.tick(training=False):
                     raise preemption.Stopped
         # What is drawn from here on is as if there had been no evaluation.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
-        sums = totals.reduce()
-        figures = {name: metrics.mean(sums, name) for name in sums if name != "samples"}
-        return {**figures, **self.predictions.figures()}
+        return metrics.means(totals.reduce())
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

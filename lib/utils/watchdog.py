@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lib.utils import distributed
 from lib.utils.errors import FAILED
@@ -28,7 +28,6 @@ class Watchdog:
         self.minutes, self.interval_s = minutes, min(MAX_INTERVAL_S, minutes * 60 / 12)
         self.ended = threading.Event()
         self.activity = "starting"
-        self.hint: Callable[[], str] = str  # what may be the matter with it; str() is "": nothing
         self.step: int | None = None  # of the optimizer; None before the first one of this start
         self.moves = 0
 
@@ -66,7 +65,7 @@ class Watchdog:
         where = "before the first step" if self.step is None else f"at step {self.step}"
         who = f"rank {distributed.place().rank} on {socket.gethostname()}, since {since}"
         seconds = f"{stalled * self.interval_s:.0f} s (-hang_minutes {self.minutes:g})"
-        text = f"nothing moved for {seconds} {where}: {who}: {self.activity}{self.hint()}"
+        text = f"nothing moved for {seconds} {where}: {who}: {self.activity}"
         text += "; the stacks of its threads follow in its log" if stacks else ""
         log.log(logging.ERROR if stacks else logging.WARNING, text)  # on stderr while there is no log
         if stacks:
@@ -91,9 +90,9 @@ def watch(minutes: float) -> Iterator[None]:
         thread.join(SAY_AFTER_S)  # as long as it lives, no process is forked
 
 
-def begin(activity: str, hint: Callable[[], str] = str) -> None:
-    """Note what this process does from now on; `hint` returns what may be the matter with it."""
-    _watchdog.activity, _watchdog.hint = activity, hint
+def begin(activity: str) -> None:
+    """Note what this process does from now on."""
+    _watchdog.activity = activity
     _watchdog.moves += 1
 
 

@@ -7,12 +7,23 @@ from runs import plugins, run
 from saves import bits
 from torch.utils.data import DistributedSampler
 
+from lib.core import loss as losses
+from lib.utils.monitoring import metrics
+
 
 def order(n: int, ranks: int = 1, rank: int = 0, *, epoch: int = 0, **options) -> list[int]:
     """The indices that torch's sampler gives a rank in an epoch; options as it takes them."""
     sampler = DistributedSampler(range(n), ranks, rank, **options)
     sampler.set_epoch(epoch)
     return list(sampler)
+
+
+def measured(criterion, *batches) -> dict[str, float]:
+    """The metrics of batches (outputs, targets), each a part of the same samples."""
+    sums = metrics.Sums()
+    for outputs, targets in batches:
+        sums.update(losses.compute_metrics(criterion, outputs, targets))
+    return metrics.means(sums.reduce())
 
 
 def same_bits_everywhere(out: Path, flags: str, *stops: tuple[int, int]) -> Path:

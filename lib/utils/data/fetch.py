@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import reprlib
-import shutil
 import signal
 import stat
 import sys
@@ -26,7 +25,6 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
-SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
 MOST_FILES = 128  # that are open when a loader process begins, and are watched
 WORKERS = 8  # loader processes at most, without -workers
 
@@ -136,7 +134,7 @@ class Fetcher:
         """Let the watchdog know that a batch is waited for, and from whom."""
         name, workers = type(self.fetch.dataset).__name__, 0 if self.loader is None else self.loader.num_workers
         source = f"{workers} loader processes (-workers)" if workers else "this process"
-        watchdog.begin(f"waiting for a batch of {name} from {source}", shared_memory_hint if workers else str)
+        watchdog.begin(f"waiting for a batch of {name} from {source}")
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
@@ -248,16 +246,6 @@ def stop_signals_blocked() -> Iterator[None]:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def shared_memory_hint() -> str:
-    """Return how much of the memory is free in which worker processes hand over batches, "" where it is plenty."""
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if free < LITTLE_BYTES:
-            remedy = "docker run --shm-size=8g, a smaller -micro_batch, or -workers 0"
-            return f"; they hand it over in {SHARED_MEMORY}, which has {free / 1e6:.0f} MB free: {remedy}"
-    return ""
 
 
 def count_workers(args: Namespace, split: str, dataset: MapDataset, world: World) -> int:

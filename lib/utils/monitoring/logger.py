@@ -54,10 +54,8 @@ class Logger:
         """Move the progress bar on, after each optimizer step."""
         self.bar.update()
 
-    def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
-        """Log an interval of training: its sums over samples, the figures of its last step, and its speed."""
-        figures = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss"), **figures}
-        others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
+    def log_training(self, state: Any, figures: dict, others: dict, speed: dict) -> None:
+        """Log an interval of training: loss, loss_mean, lr and grad_norm, other metrics, and its speed."""
         if state.bad_steps:
             others["bad_steps"] = state.bad_steps
         left, rate = tqdm.format_interval(round(speed.pop("left_s"))), speed["samples_per_s"]

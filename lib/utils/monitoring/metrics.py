@@ -5,10 +5,10 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.utils import distributed, files
 from lib.utils.errors import UsageError, suggest
@@ -16,8 +16,25 @@ from lib.utils.errors import UsageError, suggest
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
 MAX_LINE = 1 << 20  # bytes, of metrics.jsonl
-MAX_CLASSES = 100  # of a confusion matrix
 LOWER_IS_BETTER = ("loss", "bits_per_token")
+COUNT = "/count"  # after a metric's name: the sum of its counts
+
+
+class Ratio(NamedTuple):
+    """A metric of a batch: its totals and its counts, summed over batches and processes, are divided at the end.
+
+    Both are one number, or one for each class, (classes,): then the metric is the mean of those with a count above 0.
+    """
+
+    total: Any
+    count: Any
+
+
+def ratio(value: Any) -> Ratio:
+    """Return the mean of a tensor's values, or of a single number, as a Ratio; a Ratio as it is."""
+    if isinstance(value, Tensor) and value.ndim:
+        return Ratio(value.sum(dtype=torch.float32 if value.dtype.itemsize == 2 else None), value.numel())
+    return value if isinstance(value, Ratio) else Ratio(value, 1)
 
 
 class Sums:
@@ -30,17 +47,20 @@ class Sums:
     def __init__(self, alone: bool = False):
         self.alone = alone
         self.terms: dict[str, list] = {}
-        self.counts = True  # whether `update` does anything: not for padding
+        self.shapes: dict[str, tuple] = {}
 
     def update(self, values: dict[str, Any]) -> Any:
-        """Add numbers or 0-d tensors, and return these sums. Waits for the device once in many calls."""
-        for name, value in values.items() if self.counts else ():
-            if isinstance(value, Tensor) and value.ndim:
-                raise UsageError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
-            terms = self.terms.setdefault(name, [])
-            terms.append(value.detach() if isinstance(value, Tensor) else value)
-            if len(terms) > MAX_TERMS:
-                terms[:] = exact_terms(terms)
+        """Add numbers, vectors or Ratios; return these sums. Raises UsageError for another shape than before."""
+        for name, value in values.items():
+            if isinstance(value, Ratio):
+                self.update({name: value.total, f"{name}{COUNT}": value.count})
+                continue
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+            if len(shape) > 1 or self.shapes.setdefault(name.removesuffix(COUNT), shape) != shape:
+                raise UsageError(f"metric {name!r} has the shape {shape}: give one number, or one for each class")
+            self.terms.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
+            if len(self.terms[name]) > MAX_TERMS:
+                self.add(exact({name: self.terms.pop(name)}))
         return self
 
     def reduce(self) -> Any:
@@ -51,16 +71,29 @@ class Sums:
 
     def pending(self) -> dict[str, list[float]]:
         """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
-        mine = {name: exact_terms(terms) for name, terms in sorted(self.terms.items())}
-        total = Sums()
+        mine, total = exact(self.terms), Sums()
         for sums in distributed.gather(mine, distributed.World() if self.alone else distributed.current_world()):
             total.add(sums)
-        return {name: exact_terms(terms) for name, terms in total.terms.items()}
+        return exact(total.terms)
 
     def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
         for name, terms in sums.items():
             self.terms.setdefault(name, []).extend(terms)
+
+
+def exact(terms: dict[str, list]) -> dict[str, list[float]]:
+    """Return few numbers for each name, with the same sum; for a vector under NAME[0], NAME[1], ... Waits."""
+    columns: dict[str, list] = {}
+    for name in sorted(terms):
+        for term in terms[name]:
+            values = term.tolist() if isinstance(term, Tensor) else term
+            named = (
+                {f"{name}[{i}]": one for i, one in enumerate(values)} if isinstance(values, list) else {name: values}
+            )
+            for key, value in named.items():
+                columns.setdefault(key, []).append(value)
+    return {name: exact_terms(column) for name, column in columns.items()}
 
 
 def exact_terms(terms: list) -> list[float]:
@@ -70,56 +103,37 @@ def exact_terms(terms: list) -> list[float]:
         return [sum(values)]
     while part := math.fsum([*values, *(-part for part in parts)]):
         parts.append(part)
-    return parts
+    return parts or [0.0]
 
 
-class Predictions:
-    """Count what a classifier with cross-entropy and at most 100 classes answers in an evaluation."""
+def batch_metrics(given: Any, samples: int) -> dict[str, Ratio]:
+    """Return the metrics of a batch. Each is given as a Ratio, or as a tensor with a value for each sample, (B, ...).
 
-    def __init__(self, loss: nn.Module, classes: int, world: distributed.World):
-        self.classes = classes if isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES else 0
-        self.warned = not self.classes
-        self.ignored, self.world = getattr(loss, "ignore_index", -100), world
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything, for the next evaluation."""
-        self.counts = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=self.world.device)
-
-    def add(self, targets: Any, outputs: Any, count: Any) -> None:
-        """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
-        are_tensors = isinstance(targets, Tensor) and isinstance(outputs, Tensor)
-        if not are_tensors or targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
-            return
-        if (given := outputs.shape[1]) != self.classes:
-            if not self.warned:
-                log.warning("the model gives %d outputs, and -num_classes is %d: no f1", given, self.classes)
-            self.warned = True
-            return
-        answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
-        # The loss ignores others, as -100. A batch of padding has the count 0.
-        counted = (targets >= 0) & (targets < self.classes) & (targets != self.ignored) & (count > 0)
-        place = targets.clamp(0, self.classes - 1) * self.classes + answers
-        self.counts.view(-1).index_add_(0, place, counted.long())
-
-    def figures(self) -> dict[str, float]:
-        """Return the macro F1 of all ranks' answers, or nothing if there are none. Every rank calls this once.
-
-        A class that is neither a target nor an answer does not count. `counts` are then those of all ranks.
-        """
-        if not self.classes:
-            return {}
-        mine = distributed.gather(self.counts.tolist(), self.world)
-        self.counts = torch.tensor(mine).sum(0)
-        counts = self.counts.double()
-        both = counts.sum(0) + counts.sum(1)
-        return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
+    Raises UsageError for anything else, as for a single number, which may be a mean or a sum.
+    """
+    if not isinstance(given, dict):
+        raise UsageError(f"evaluation_step returns {given!r:.40}: it must return a dict of metrics")
+    for name, value in given.items():
+        if not isinstance(value, Ratio) and getattr(value, "shape", ())[:1] != (samples,):
+            found = f"metric {name!r} of a batch of {samples} samples is {value!r:.40}"
+            raise UsageError(f"{found}: give a value for each sample, (B,), or Ratio(sum, count)")
+    return {name: ratio(value) for name, value in given.items()}
 
 
-def mean(totals: dict[str, float], name: str) -> float:
-    """Return the mean over samples of a sum over samples, or NaN if nothing was counted."""
-    count = totals.get("samples", 0)
-    return totals.get(name, math.nan) / count if count else math.nan
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of reduced sums of Ratios; NaN where nothing was counted."""
+    found: dict[str, list[float]] = {}
+    for key, total in sums.items():
+        name, bracket, place = key.partition("[")
+        count = sums.get(f"{name}{COUNT}{bracket}{place}")
+        if count is not None:
+            found.setdefault(name, []).extend([total / count] if count else [])
+    return {name: math.fsum(values) / len(values) if values else math.nan for name, values in found.items()}
+
+
+def mean(sums: dict[str, float], name: str, count: str = "samples") -> float:
+    """Return a sum divided by another, or NaN if nothing was counted."""
+    return sums.get(name, math.nan) / sums[count] if sums.get(count) else math.nan
 
 
 def check_same(figures: dict[str, Any], world: distributed.World) -> None:
@@ -128,7 +142,7 @@ def check_same(figures: dict[str, Any], world: distributed.World) -> None:
     for name in sorted(set().union(*texts)):
         values = [one.get(name, "not there") for one in texts]
         if len({*values}) > 1:
-            wanted = "compute it from sums over all ranks, as metric_sums returns them"
+            wanted = "let compute_metrics return the sums that it is made of, as a Ratio"
             raise UsageError(f"the figure {name} differs between the ranks, by rank {', '.join(values)}: {wanted}")
 
 

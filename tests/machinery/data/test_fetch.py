@@ -6,7 +6,6 @@ import functools
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -100,11 +99,6 @@ def test_a_part_of_a_dataset_has_the_attributes_of_the_whole_and_its_own():
     part.on_device = max
     assert fetch.option(part, "on_device") is max and fetch.option(part, "classes") == "ab"
     assert not fetch.has_whole_batches(Subset([1, 2], [0])) and not fetch.option([1], "classes", False)
-
-
-def test_plenty_of_shared_memory_is_not_named_as_what_loader_processes_may_wait_for(monkeypatch):
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1 << 30))
-    assert fetch.shared_memory_hint() == "", "of little memory test_watchdog.py has the hint"
 
 
 KILLED_AS_ITS_WORKER_STARTS = """

@@ -6,15 +6,15 @@ import resource
 
 import pytest
 import torch
-from command_line import usage_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
 from sklearn.metrics import f1_score
 from torch import nn
+from truth import measured
 
+from lib.core.loss import CrossEntropy
 from lib.utils.compat.metrics_tracker import MetricsTracker
-from lib.utils.distributed import World
 from lib.utils.monitoring import metrics
 
 
@@ -55,25 +55,12 @@ def test_a_sum_has_the_same_bits_in_any_order_and_any_grouping(values, parts, dr
     assert total.reduce() == ({"loss": math.fsum(values)} if values else {})
 
 
-def test_a_long_sum_keeps_few_terms(monkeypatch):
-    monkeypatch.setattr(metrics, "MAX_TERMS", 10)
-    sums, values = metrics.Sums(), [1e16, 0.1, -1e16, 0.3] * 25
-    for value in values:
-        sums.update({"loss": torch.tensor(value, dtype=torch.float64)})
-        assert len(sums.terms["loss"]) <= 10
-    assert sums.reduce() == {"loss": math.fsum(values)}
-
-
 def test_a_sum_that_overflows_or_is_nan_is_no_error():
     sums = metrics.Sums()
     sums.update({"large": 1e308, "opposite": math.inf, "nan": math.nan})
     sums.update({"large": 1e308, "opposite": -math.inf, "nan": 1.0})
     totals = sums.reduce()
     assert totals["large"] == math.inf and math.isnan(totals["opposite"]) and math.isnan(totals["nan"])
-
-
-def test_a_metric_that_is_not_a_scalar_is_refused_by_name():
-    assert "'logits' has the shape (3,)" in usage_error(MetricsTracker().update, {"logits": torch.ones(3)})
 
 
 def test_two_ranks_with_different_names_and_counts_have_the_same_exact_sums(tmp_path):
@@ -141,30 +128,25 @@ def test_a_full_disk_gives_a_warning_and_leaves_no_incomplete_line(tmp_path, cap
     assert f"cannot write {path}" in caplog.text
 
 
-def test_answers_are_counted_by_class():
-    answers = metrics.Predictions(nn.CrossEntropyLoss(), 3, World())
-    targets, given = torch.tensor([0, 1, 2, 1, -100, 255]), torch.tensor([0, 2, 2, 1, 1, 1])
-    for count in (6, 0):  # a batch of padding counts nothing, nor does a target out of range
-        answers.add(targets, nn.functional.one_hot(given, 3).float(), count)
-    assert answers.counts.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
-    for ignored in (0, 2):  # a class of -ignore_index
-        answers = metrics.Predictions(nn.CrossEntropyLoss(ignore_index=ignored), 3, World())
-        answers.add(targets, nn.functional.one_hot(given, 3).float(), 6)
-        assert not answers.counts[ignored].any() and answers.counts.sum() == 3
-
-
-def test_a_model_of_other_outputs_than_classes_is_named_once(caplog):
-    answers = metrics.Predictions(nn.CrossEntropyLoss(), 3, World())
-    for _ in range(2):
-        answers.add(torch.tensor([0, 1]), torch.rand(2, 32), 2)
-    assert caplog.text.count("the model gives 32 outputs, and -num_classes is 3: no f1") == 1
-
-
 def test_float_targets_are_not_taken_for_classes():
     """A model with one output that computes the loss of a regression itself has such targets."""
-    answers = metrics.Predictions(nn.CrossEntropyLoss(), 1, World())
-    answers.add(torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
-    assert answers.figures() == {} and not answers.counts.any()
+    assert measured(CrossEntropy(), (torch.rand(3, 1), torch.tensor([0.5, 1.0, -2.0]))) == {}
+
+
+def test_long_sums_keep_few_terms_and_end_as_ratios_of_a_vector_the_mean_where_something_is_counted(monkeypatch):
+    monkeypatch.setattr(metrics, "MAX_TERMS", 3)
+    sums, values, parts = metrics.Sums(), [1e16, 0.1, -1e16, 0.3] * 5, torch.randint(9, (20, 2, 5))
+    parts[:, :, 3] = 0  # a class that does not occur
+    for value, part in zip(values, parts, strict=True):
+        sums.update(
+            {"mean": metrics.Ratio(torch.tensor(value, dtype=torch.float64), 0.5), "recall": metrics.Ratio(*part)}
+        )
+        assert len(sums.terms["mean"]) <= 3 >= len(sums.terms.get("recall", []))
+    hits, counts = parts.sum(0).double()
+    recall = (hits[counts > 0] / counts[counts > 0]).mean().item()
+    assert metrics.means(sums.reduce()) == {"mean": math.fsum(values) / 10, "recall": pytest.approx(recall)}
+    none = metrics.Sums().update({"mean": metrics.Ratio(0, 0), "recall": metrics.Ratio(*torch.zeros(2, 3))})
+    assert all(math.isnan(value) for value in metrics.means(none.reduce()).values())
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int64])
@@ -172,6 +154,7 @@ def test_float_targets_are_not_taken_for_classes():
 def test_f1_is_that_of_scikit_learn_for_labels_of_any_type(kind, classes):
     targets = torch.randint(classes - 1, (3 * classes,))  # no sample is of the last class
     outputs = torch.randn(len(targets), classes) + 3 * nn.functional.one_hot(targets, classes)
-    answers = metrics.Predictions(nn.CrossEntropyLoss(), classes, World())
-    answers.add(targets.to(kind), outputs, len(targets))
-    assert answers.figures() == {"f1": pytest.approx(f1_score(targets, outputs.argmax(1), average="macro"))}
+    parts = [(outputs[part], targets[part].to(kind)) for part in (slice(0, 7), slice(7, None))]
+    for loss, counted in ((CrossEntropy(), targets >= 0), (CrossEntropy(ignore_index=2), targets != 2)):
+        truth = f1_score(targets[counted], outputs[counted].argmax(1), average="macro")
+        assert measured(loss, *parts)["f1"] == pytest.approx(truth)

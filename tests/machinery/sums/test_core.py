@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import top_k_accuracy_score
 from torch import nn
+from truth import measured
 
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
@@ -148,9 +149,9 @@ def test_the_class_dimension_is_the_first_for_pixels_and_the_last_for_tokens_eve
     pixels, tokens = torch.randint(4, (2, size, size)), torch.randint(size, (2, size))
     images, rows = torch.randn(2, 4, size, size), torch.randn(2, size, size)
     assert torch.equal(loss(images, pixels), nn.functional.cross_entropy(images, pixels))
-    assert losses.metric_sums(loss, images, pixels) == {}
+    assert losses.compute_metrics(loss, images, pixels) == {}
     assert torch.equal(loss(rows, tokens), nn.functional.cross_entropy(rows.flatten(0, 1), tokens.flatten()))
-    assert losses.metric_sums(loss, rows, tokens).keys() == {"bits_per_token"}
+    assert losses.compute_metrics(loss, rows, tokens).keys() == {"bits_per_token"}
 
 
 def test_losses_and_accuracy_are_those_of_torch():
@@ -158,12 +159,12 @@ def test_losses_and_accuracy_are_those_of_torch():
     loss = losses.get_loss(parsed("-label_smoothing 0.2"))
     theirs = nn.functional.cross_entropy(outputs, labels, label_smoothing=0.2)
     torch.testing.assert_close(loss(outputs, labels), theirs)  # ours is a sum, divided
-    assert losses.metric_sums(loss, outputs, labels) == {"accuracy": (outputs.argmax(1) == labels).sum()}
-    assert losses.metric_sums(loss, outputs, outputs.softmax(1)) == {}
+    assert measured(loss, (outputs, labels))["accuracy"] == (outputs.argmax(1) == labels).double().mean()
+    assert losses.compute_metrics(loss, outputs, outputs.softmax(1)) == {}
     outputs_12, labels_12 = torch.randn(40, 12), torch.randint(12, (40,))
     top5 = top_k_accuracy_score(labels_12, outputs_12, k=5, labels=range(12))
-    assert losses.metric_sums(loss, outputs_12, labels_12)["top5"] == pytest.approx(40 * top5)
+    assert measured(loss, (outputs_12, labels_12))["top5"] == pytest.approx(top5)
     for name, theirs in {"mse": "mse_loss", "l1": "l1_loss", "huber": "huber_loss"}.items():
         loss = losses.get_loss(parsed(f"-loss {name} -label_smoothing 0.2"))
         assert torch.equal(loss(outputs, 2 * outputs), getattr(nn.functional, theirs)(outputs, 2 * outputs))
-        assert losses.metric_sums(loss, outputs, outputs + 1)["mae"] == pytest.approx(9)
+        assert measured(loss, (outputs, outputs + 1)) == {"mae": pytest.approx(1)}

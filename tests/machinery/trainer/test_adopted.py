@@ -116,7 +116,7 @@ def test_a_sequence_of_labels_is_not_measured_because_the_model_may_shift_it():
 
     batch = {"inputs": torch.randn(2, 5, 3), "labels": torch.zeros(2, 5, dtype=torch.int64)}
     done = losses.forward(Causal(3, 4), batch, losses.CrossEntropy())
-    assert done.outputs is None and losses.metric_sums(losses.CrossEntropy(), done.outputs, done.targets) == {}
+    assert done.outputs is None and losses.compute_metrics(losses.CrossEntropy(), done.outputs, done.targets) == {}
 
 
 def test_outputs_of_a_model_with_its_own_loss_are_measured_only_if_they_are_class_scores():
@@ -135,7 +135,7 @@ def test_outputs_of_a_model_with_its_own_loss_are_measured_only_if_they_are_clas
     criterion = losses.CrossEntropy()
     for model, count in ((Autoencoder(12, 12), 12), (Binary(12, 1), 2)):
         done = losses.forward(model, (torch.randn(8, 12), torch.randint(count, (8,))), criterion)
-        assert losses.metric_sums(criterion, done.outputs, done.targets) == {}
+        assert losses.compute_metrics(criterion, done.outputs, done.targets) == {}
 
 
 def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or_calls_it_loss():

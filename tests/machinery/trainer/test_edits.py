@@ -20,6 +20,7 @@ from truth import same_bits_everywhere
 from lib.core import loss, parallel
 from lib.trainer import ema, trainer
 from lib.utils.checkpoint import state
+from lib.utils.monitoring.metrics import Ratio
 
 FLAGS = f"{SMALL} -log_every 1"
 STOCK = f"{FLAGS} -deterministic no -cpu 2"
@@ -62,8 +63,11 @@ class EvaluatesInBetween(trainer.Trainer):
             self.log_scalar("between", self.evaluate("val")["loss"])
         return norm
 
-    def metric_sums(self, outputs, targets):
-        return {**super().metric_sums(outputs, targets), "sure": outputs.softmax(1).amax(1).sum()}
+    def compute_metrics(self, outputs, targets):
+        sure, classes = outputs.softmax(1), torch.arange(4)
+        right = (outputs.argmax(1) == targets)[:, None] & (targets[:, None] == classes)
+        recall = Ratio(right.sum(0), (targets[:, None] == classes).sum(0))
+        return {**super().compute_metrics(outputs, targets), "sure": sure.amax(1), "all": sure, "recall": recall}
 
 
 class CountsInGroup(torch.optim.AdamW):
@@ -726,6 +730,15 @@ RETURNING = [overriding(training_step=lambda *_, loss=loss: loss) for loss in LO
 OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
+FIGURES = {  # what evaluation_step returns: what is said
+    lambda self, model, batch, count: {"sure": model(batch[0]).mean()}: "'sure' of a batch of 6 samples is tensor(",
+    lambda *parts: {"sure": 0.5}: "is 0.5: give a value for each sample, (B,), or Ratio(sum, count)",
+    lambda *parts: {"sure": (0.5, 6)}: "is (0.5, 6): give a value for each sample",
+    lambda self, model, batch, count: {"sure": model(batch[0]).sum(0)}: "'sure' of a batch of 6 samples is tensor([",
+    lambda *parts: {"sure": Ratio(torch.ones(4), 6)}: "metric 'sure/count' has the shape ()",
+    lambda self, model, batch, count: {"sure": Ratio(batch[1], batch[1] + 1)}: "metric 'sure' has the shape (7,)",
+    lambda *parts: 0.5: "evaluation_step returns 0.5: it must return a dict",
+}
 REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
     (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
@@ -743,6 +756,7 @@ REFUSED = [  # flags and what is said
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
     (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
     *((edit, "-cpu 1", "not the mean loss, a 0-d tensor") for edit in RETURNING),
+    *((overriding(evaluation_step=edit), "-cpu 1 -micro_batch 8", message) for edit, message in FIGURES.items()),
 ]
 
 
@@ -752,7 +766,7 @@ def test_what_a_trainer_must_not_do_is_refused_in_one_line(edit, more, message, 
         assert message in refused(f"{FLAGS} -arch plain -trainer slip {more}")
 
 
-@pytest.mark.parametrize("name", ["metrics", "predictions", "config", "engine", "stop", "rate", "log"])
+@pytest.mark.parametrize("name", ["metrics", "config", "engine", "stop", "rate", "log"])
 def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused):
     with plugins(trainer={"replaces": with_change(lambda self: setattr(self, name, {"seen": 0}))}):
         assert f"self.{name} is a dict: the trainer needs" in refused(f"{FLAGS} -trainer replaces -cpu 1")

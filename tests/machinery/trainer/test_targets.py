@@ -1,6 +1,7 @@
 """Targets that a loss cannot take, in any batch, and batches that BatchNorm cannot train on: one line each. Class
 weights, and targets that are ignored."""
 
+import math
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from command_line import parsed, usage_error
 from runs import few, outcome, plugins, run
 from torch import nn
 from torch.nn import functional
+from truth import measured
 
 from lib.core import loss as losses
 from lib.utils.data.tensors import Tensors
@@ -71,7 +73,7 @@ def test_labels_of_any_whole_type_give_the_loss_of_int64(kind):
     rows = torch.randn(2, 12, 2)
     wanted = functional.cross_entropy(rows.flatten(0, 1), places.flatten())
     assert torch.equal(criterion()(rows, places.to(kind)), wanted)
-    assert losses.metric_sums(criterion(), rows, places.to(kind)).keys() == {"bits_per_token"}
+    assert measured(criterion(), (rows, places.to(kind))).keys() == {"bits_per_token"}
 
 
 def test_a_label_156_in_uint8_counts():
@@ -125,9 +127,8 @@ def test_ignored_labels_are_left_out_of_the_loss_and_of_bits_per_token(ignored, 
     assert torch.allclose(loss(images, masks), each[masks != ignored].mean())
     tokens, rows = masks.flatten(1), images.flatten(2).transpose(1, 2)
     assert torch.allclose(loss(rows, tokens), loss(images, masks))
-    nats = losses.metric_sums(loss, rows, tokens)["bits_per_token"] * torch.tensor(2.0).log()
-    plain = functional.cross_entropy(images, masks, ignore_index=ignored)
-    assert torch.allclose(nats / losses.count_targets(loss, (rows, tokens), 2), plain)
+    plain = functional.cross_entropy(images, masks, ignore_index=ignored).item()
+    assert measured(loss, (rows, tokens)) == {"bits_per_token": pytest.approx(plain / math.log(2))}
 
 
 def norm_over_places(args):
@@ -176,4 +177,4 @@ def test_a_batch_of_ignored_targets_alone_has_the_loss_0(shape, flags):
     targets = torch.full(shape, -100)
     loss(outputs, targets).backward()
     assert loss(outputs, targets).item() == 0 and not outputs.grad.any()
-    assert all(figure == 0 for figure in losses.metric_sums(loss, outputs, targets).values())
+    assert all(math.isnan(figure) for figure in measured(loss, (outputs, targets)).values())
