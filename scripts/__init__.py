@@ -16,7 +16,6 @@ export.py        the weights of a run as one file; preprocessing.py: images of b
 new.py           a new model, dataset or trainer, a project of your own, or its update
 update.py        merges a later version of the template into a project
 project.py       what a project gets, and which parts it may leave out
-completion.py    completes flags with the TAB key
 sampling.py      weights of samples and classes, mixtures; mixture.py: -data A=0.3,B=0.7
 shard_cache.py   -cache_gb: copies shards of a URL to this node
 make_tokens.py   token files from text

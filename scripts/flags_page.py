@@ -27,8 +27,7 @@ run. In a run only flags with a mark [may change](resume.md#what-may-change-betw
 - *per node*: the machines of one run may have different values.
 
 A flag may be written `-x v`, `-x=v` or `--x v`. A switch (`[yes|no]`) that stands alone is on. `-cfg FILE` reads
-flags from YAML (`batch_size: 128`), below the command line. `eval "$(python scripts/completion.py bash)"` completes
-flags in bash, or zsh (`uv pip install --group completion`).
+flags from YAML (`batch_size: 128`), below the command line.
 """
 
 

@@ -17,25 +17,11 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffe
 
 
 def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
-    """Let BatchNorm refuse, in the first pass, a plan with a micro-batch of one sample that it could not train on.
-
-    It needs two values for each channel. A sample has several if it has places, as an image: only a pass shows that.
-    """
+    """Raise UsageError if a micro-batch has one sample and the model has a BatchNorm1d, which needs two."""
     smallest = min(len(part) for step in (0, plan.steps - 1) for part in plan.cut(step))
-    if smallest > 1:
-        return
-    cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
-    advice = "-drop_last, another -batch_size, or a -micro_batch of 2 or more makes larger ones"
-    skipped = nn.SyncBatchNorm if distributed.current_world().size > 1 else ()
-
-    def check(module: nn.Module, inputs: tuple) -> None:
-        values = inputs[0] if inputs else torch.empty(0, 0)
-        if module.training and len(values) <= plan.micro and values.numel() == len(values) * values.shape[1] > 0:
-            raise UsageError(f"{cause}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
-
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, skipped):
-            module.register_forward_pre_hook(check)
+    if smallest == 1 and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+        found = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
+        raise UsageError(f"{found} leave one sample alone, and BatchNorm1d needs two: -drop_last, or other sizes")
 
 
 def is_statistic(name: str) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lib.core.muon import Muon, hidden_matrices
 from lib.utils.checkpoint.shards import is_sharded
+from lib.utils.checkpoint.state import unwrap
 from lib.utils.errors import UsageError, suggest
 
 BY_NAME = {}  # optimizers of your own, by their names for -optimizer, in lower case
@@ -26,7 +27,7 @@ def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[t
     optimizer does not take.
     """
     kind, options = find_class(args.optimizer), read_options(args.optimizer_arg)
-    groups = decay_groups(nn.ModuleList([model, loss]), args.weight_decay)
+    groups = decay_groups(nn.ModuleList([unwrap(model), loss]), args.weight_decay)  # names without DDP's
     if kind is not torch.optim.Muon:
         return [_build(kind, groups, options, args)]
     matrices = hidden_matrices(model, args.num_classes)

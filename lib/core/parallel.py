@@ -73,6 +73,8 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
         gradient_as_bucket_view=engine == "stock",
     )
     vars(wrapped)["trained"] = [one for one in model.parameters() if one.requires_grad]  # which it will sum
+    if engine == "exact" and getattr(wrapped, "_comm_hooks", ()):
+        raise UsageError("DDP's communication hook has no effect in the exact engine: take -deterministic no")
     # The exact engine sums gradients itself: DDP's buckets, as large as all gradients, would lie there unused.
     return wrapped if engine == "stock" else wrapped.module
 

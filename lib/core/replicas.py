@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import logging
+import math
 import pickle
 import re
 import sys
@@ -29,13 +30,16 @@ log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
 FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved state stop".split()}
 MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
+OWN = "is_loaded is_unscaled is_whole loaders logger logs_scalars loss may_stop model more_optimizers of_base"
+OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms scaler val_splits world".split()}
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
+OURS = ("lib.arch.", "lib.core.", "lib.trainer.", "lib.utils.data.")  # what a fork changes
 CODE = FunctionType | MethodType | BuiltinFunctionType | functools.partial | type
 OTHERS = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
-MOST_BYTES = 1 << 25  # of a value that `plain_values` compares
+MOST_BYTES, MOST_VALUES = 1 << 25, 1 << 14  # of what `plain_values` compares of a value, and of an array in it
 
 
 class Checks:
@@ -96,15 +100,16 @@ class Checks:
         trained = {*parameters_of(self.trainer.all_optimizers)}
         bare = {f"trainer.{key}": one for key, one in vars(self.trainer).items() if isinstance(one, nn.Parameter)}
         named = {**bare, **parts.parameters()}.items()
-        known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
-        idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
-        for text, names in ((UNTRAINED, odd), (IDLE, idle if known else [])):
+        with_state = [one for one in self.trainer.all_optimizers if one.state]  # plain SGD has none
+        waiting = {*parameters_of(with_state)}.difference(*(one.state for one in with_state))
+        idle = [name for name, one in named if one in waiting and one.requires_grad and one.grad is None]
+        for text, names in ((UNTRAINED, odd), (IDLE, idle)):
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
             self.said[text] = names
         if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
-            advice = "make it a saved buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
+            advice = "compute it from the step, or make it a saved buffer or a state that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
         states = {name: Mark(set(), set()).of(other.state_dict()) for name, other in parts.others.items()}
         self.trainer.engine.share_buffers()
@@ -143,12 +148,12 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
     They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
-    variables of these classes and of the files that they are in.
+    variables of these classes and of the files that they are in, and of those of lib.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
-    own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER - {"of_base"} | {"schedule", "total_steps"}
+    own = vars(trainer).keys() - OF_BASE
     own -= getattr(trainer, "state_dict", dict)().keys()
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     named = {name: one.detach() if isinstance(one, Tensor) else one for name, one in named.items()}
@@ -168,7 +173,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
 
 def variables(objects: list[Any]) -> dict[str, Any]:
     """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
-    places: dict[str, Any] = {}
+    places: dict[str, Any] = {name: sys.modules[name] for name in [*sys.modules] if name.startswith(OURS)}
     for kind in {kind for one in objects for kind in type(one).__mro__}:
         file = sys.modules.get(kind.__module__, kind)  # a loader of the user's may not note it there
         installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")
@@ -210,6 +215,8 @@ class Mark(pickle.Pickler):
             is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided
             if is_other or value.untyped_storage().data_ptr() in self.storages:
                 return ""
+        if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) > MOST_VALUES:  # some of the values
+            return tuple(value.shape), value.reshape(-1)[:: math.prod(value.shape) // MOST_VALUES + 1]
         self.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else max(256, sys.getsizeof(value))
         if self.left < 0:
             raise OverflowError("too large")

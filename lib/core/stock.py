@@ -25,6 +25,8 @@ class Engine:
         self.world, self.modules = world, modules
         self.buffers = Buffers(modules, world)  # names those that are rank 0's; DDP shares them
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        if any(isinstance(inner, DistributedDataParallel) for one in self.wrapped for inner in one.module.modules()):
+            raise UsageError("a DistributedDataParallel is in another: parallel.wrap has made one already")
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
             raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
         self.sums = False  # whether DDP sums in this pass

@@ -177,11 +177,11 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train the rest of the epoch, or until a stop; evaluate and save when that is due."""
-        # As after an evaluation: what is drawn from here on does not depend on where a start begins.
-        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         first = self.state.step % self.plan.steps
         batches = self.rate.time_data_loading(self.loaders["train"].epoch(self.state.epoch, first))
         for _ in range(first, self.plan.steps):
+            # As after an evaluation: what is drawn from here on does not depend on where a start begins.
+            seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
             self.train_step(batches)
             self.state.evaluated, self.engine.buffers.starts = False, []
             self.is_whole = type(self).after_step is Trainer.after_step  # a subclass's may change what is saved
@@ -198,7 +198,6 @@ class Trainer:
         for parameter in self.trained:
             parameter.grad = None
         for micro_batch, batch in batches:
-            seeding.seed(seeding.PASS, self.args.seed, self.state.step, micro_batch.number, device=self.world.device)
             self.engine.begin_pass(micro_batch, self.trained)
             count = self.count_targets(batch, micro_batch.count)
             loss = self.call_training_step(batch, micro_batch)
@@ -240,7 +239,7 @@ class Trainer:
         if accumulates != any(one.grad is not None for one in self.trained):
             faults = "calls backward by itself", "calls zero_grad by itself, or its loss depends on no weight"
             raise UsageError(f"training_step {faults[accumulates]}: let it return the whole loss")
-        figures = loss.new_empty(2, dtype=torch.promote_types(loss.dtype, torch.float32))
+        figures = torch.empty(2, dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
         figures[0], figures[1] = loss.detach(), count
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
@@ -431,7 +430,6 @@ class Trainer:
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
             for micro_batch, batch in self.loaders[split].epoch(0):
-                seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
                 count = self.count_targets(batch, micro_batch.count)
                 with self.precision:
                     given = self.evaluation_step(self.model, batch, count)

@@ -13,13 +13,12 @@ import torch
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 # The streams of draws, and the numbers that make a place in each: the same on every rank and at every start.
 SAMPLE = 1  # seed, epoch, index: of a sample, or of the first of a batch that is fetched as one
-PASS = 2  # seed, step, number: the forward and backward pass of a micro-batch
+PASS = 2  # seed, step, number: a dataset's on_device for a micro-batch, its forward and backward pass
 MODEL, TRAINER = 3, 5  # seed: building them
 DRAWS = 4  # seed, epoch, index: see `uniform`
-EVALUATION = 6  # seed, number: a micro-batch of an evaluation, at any step, and in -eval
+EVALUATION = 6  # seed, 0, number: a micro-batch of an evaluation, at any step, and in -eval
 STEP = 7  # seed, step: what follows the passes of a step
-ON_DEVICE = 8  # seed, epoch, step, number: a dataset's on_device for a micro-batch
-SAMPLER = 9  # seed, epoch: what a dataset's own sampler draws
+SAMPLER = 9  # seed, epoch: what a dataset's own sampler draws, or another order
 
 
 def hash_ints(*numbers: int) -> int:

@@ -14,7 +14,7 @@ from processes import serve, session, start, uninterrupted, until  # noqa: F401
 # Only in ./scripts/test.sh --all: files whose tests take long or need Slurm or etcd; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
 # or an optional package. .ci/run runs all others before it installs these.
-SLOW_FILES = """chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
+SLOW_FILES = """chaos check_resume cluster_scripts doctor elastic export failing_disks gpu
     kubernetes multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
 LONGEST = """page_files page_commands slurm elastic stops sweep gpu trackers check_resume chaos new launch parallel

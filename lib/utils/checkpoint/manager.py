@@ -78,6 +78,7 @@ class Checkpoints:
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
+        state.encode_manifest(facts)  # names now what no file could hold
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
         copies = shards.copy_to_cpu(blocks.items())
         best, self.best = self.best, None

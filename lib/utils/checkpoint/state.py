@@ -117,16 +117,17 @@ class Parts:
         states = {part: encode(other.state_dict(), part, tensors) for part, other in self.others.items()}
         for part, optimizer in self.optimizers.items():
             try:
-                state, by_group = optimizer.state_dict(), self.trained(part)
-            except KeyError:
-                fault = "has the state of a parameter that is in none of its groups"
-                raise UsageError(f"{part} {fault}: remove it from optimizer.state, too") from None
+                more = dict(optimizer.state_dict())
+                kept, groups, by_group = more.pop("state"), more.pop("param_groups"), self.trained(part)
+            except KeyError as error:
+                fault = f"no state and param_groups, or a state of what is in none of its groups ({error})"
+                raise UsageError(f"{part}: the state_dict() of a {type(optimizer).__name__} has {fault}") from None
             names = [*itertools.chain(*by_group)]
             # Some keep what belongs to no parameter under a name of their own.
-            memory = {names[key] if isinstance(key, int) else key: one for key, one in state["state"].items()}
-            pairs = zip(state["param_groups"], by_group, strict=True)
-            groups = [{**group, "params": own} for group, own in pairs]
-            states[part] = [encode(memory, part, tensors), encode(groups, f"{part}.groups", tensors)]
+            memory = {names[key] if isinstance(key, int) else key: one for key, one in kept.items()}
+            groups = [{**group, "params": own} for group, own in zip(groups, by_group, strict=True)]
+            named = {part: memory, f"{part}.groups": groups, f"{part}.more": more}
+            states[part] = [encode(one, name, tensors) for name, one in named.items()]
         frozen = [name for name, parameter in self.parameters().items() if not parameter.requires_grad]
         return {**states, "frozen": frozen}
 
@@ -141,11 +142,11 @@ class Parts:
                 kind = "frozen" if parameter.requires_grad else "trained"
                 log.warning("%s is %s, as in the checkpoint", name, kind)
             parameter.requires_grad_(name not in states["frozen"])
-        for part, other in self.others.items():
-            if state := decode(states[part], tensors):  # that of a scaler which is off is empty
-                other.load_state_dict(state)
+        own = {part: decode(states[part], tensors) for part in self.others}
+        for part in [part for part, state in own.items() if state]:  # that of a scaler which is off is empty
+            self.others[part].load_state_dict(own[part])
         for part, optimizer in self.optimizers.items():
-            memory, groups = (decode(one, tensors) for one in states[part])
+            memory, groups, *more = (decode(one, tensors) for one in states[part])  # older ones have no more
             own, members = optimizer.param_groups, [group["params"] for group in groups]
             if (names := self.trained(part)) != members[: len(own)]:
                 lost = {*itertools.chain(*names)} - {*itertools.chain(*members)}
@@ -165,11 +166,11 @@ class Parts:
                 raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
             numbers = {name: number for number, name in enumerate(names)}
             state = {numbers.get(name, name): one for name, one in memory.items()}
-            optimizer.load_state_dict({"state": state, "param_groups": now})
+            optimizer.load_state_dict({**dict(*more), "state": state, "param_groups": now})
             for name in memory.keys() & parameters.keys():  # torch has cast floats to the parameter's type
-                kept = optimizer.state[parameters[name]]
                 as_saved = lambda was, now: was.to(now.device) if torch.is_tensor(was) else now  # noqa: E731
-                kept.update(tree_map(as_saved, memory[name], dict(kept)))
+                kept = optimizer.state.get(parameters[name], {})  # an optimizer around another has none
+                kept.update(tree_map(as_saved, memory[name], dict(kept)) if kept else {})
 
     def make_empty(self, schema: dict[str, list]) -> dict[str, Tensor]:
         """Return tensors for the states in a checkpoint with this schema, laid out and sharded as parameters are."""
@@ -229,7 +230,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         if name in tensors:
             raise UsageError(f"two tensors of a state have the name {name}: no checkpoint could tell them apart")
         tensors[name] = value
-        return {"tensor": name}
+        has_rows = shards.is_sharded(value) or value.layout is not torch.strided or value.is_contiguous()
+        return {"tensor": name, **({} if has_rows or 0 in value.stride() else {"stride": value.stride()})}
     if isinstance(value, dict):
         pairs = [[encode(key, name, {}), encode(one, f"{name}.{key}", tensors)] for key, one in value.items()]
         return {"dict": pairs}
@@ -246,9 +248,10 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return the state that `encode` returned as JSON."""
     if not isinstance(value, dict):
         return value
+    if "tensor" in value:
+        one, stride = tensors[value["tensor"]], value.get("stride")
+        return one.new_empty_strided(one.shape, stride).copy_(one) if stride else one
     [(kind, content)] = value.items()
-    if kind == "tensor":
-        return tensors[content]
     if kind == "dict":
         return {decode(key, tensors): decode(one, tensors) for key, one in content}
     entries = [decode(one, tensors) for one in content]

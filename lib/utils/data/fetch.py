@@ -59,13 +59,13 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     Raises UsageError unless that is one index of the dataset for each of the sampler's length.
     """
     sampler = option(dataset, "sampler")
+    seeding.seed(seeding.SAMPLER, seed, epoch)  # for an `order` of one's own, too
     if sampler is None:
         if [part for part in getattr(dataset, "datasets", ()) if option(part, "sampler") is not None]:
             raise UsageError("a part of the training samples has a sampler: only one of the whole can draw")
         return None
     if isinstance(dataset, Subset) and "sampler" not in vars(dataset):
         raise UsageError("only a part of the training samples is left, and their sampler draws from all of them")
-    seeding.seed(seeding.SAMPLER, seed, epoch)
     if set_epoch := getattr(sampler, "set_epoch", None):
         set_epoch(epoch)
     fault = ""
@@ -132,9 +132,8 @@ class Fetcher:
 
     def begin_fetching(self) -> None:
         """Let the watchdog know that a batch is waited for, and from whom."""
-        name, workers = type(self.fetch.dataset).__name__, 0 if self.loader is None else self.loader.num_workers
-        source = f"{workers} loader processes (-workers)" if workers else "this process"
-        watchdog.begin(f"waiting for a batch of {name} from {source}")
+        source = "this process" if self.loader is None else f"{self.loader.num_workers} loader processes (-workers)"
+        watchdog.begin(f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}")
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""

@@ -36,6 +36,7 @@ class Loader:
     workers: int
     round_robin: bool = False
     block: int = 1  # neighbours that stay together when shuffled
+    stream: int = seeding.PASS  # of what is drawn for a micro-batch from its arrival on
 
     @functools.cached_property
     def fetcher(self) -> fetch.Fetcher:
@@ -44,14 +45,13 @@ class Loader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of an epoch, in order, each with its batch on the device."""
-        on_device = option(self.dataset, "on_device")
         self.fetcher.begin_fetching()
         for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
             watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
-            if on_device:
-                place = epoch, micro_batch.step, micro_batch.number
-                seeding.seed(seeding.ON_DEVICE, self.seed, *place, device=self.world.device)
+            step = epoch * self.plan.steps + micro_batch.step
+            seeding.seed(self.stream, self.seed, step, micro_batch.number, device=self.world.device)
+            if on_device := option(self.dataset, "on_device"):
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
                 batch = on_device(batch, tensors.to_device(draws, self.world.device))
             yield micro_batch, tensors.to_device(batch, self.world.device)
@@ -129,6 +129,7 @@ def open_loaders(
             workers=fetch.count_workers(args, name, part, world),
             round_robin=args.parallel == "fsdp",  # sharded models compute in turns of all ranks
             block=args.shuffle_block,
+            stream=seeding.PASS if name == "train" else seeding.EVALUATION,
         )
         stack.callback(loaders[name].fetcher.close)
     return loaders

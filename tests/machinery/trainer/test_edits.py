@@ -17,9 +17,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from truth import same_bits_everywhere
 
-from lib.core import loss, parallel
+from lib.core import loss, parallel, replicas
+from lib.core import optimizer as optimizers
 from lib.trainer import ema, trainer
 from lib.utils.checkpoint import state
+from lib.utils.data import loader
 from lib.utils.monitoring.metrics import Ratio
 
 FLAGS = f"{SMALL} -log_every 1"
@@ -64,10 +66,9 @@ class EvaluatesInBetween(trainer.Trainer):
         return norm
 
     def compute_metrics(self, outputs, targets):
-        sure, classes = outputs.softmax(1), torch.arange(4)
-        right = (outputs.argmax(1) == targets)[:, None] & (targets[:, None] == classes)
-        recall = Ratio(right.sum(0), (targets[:, None] == classes).sum(0))
-        return {**super().compute_metrics(outputs, targets), "sure": sure.amax(1), "all": sure, "recall": recall}
+        true = targets[:, None] == torch.arange(4)
+        recall = Ratio(((outputs.argmax(1) == targets)[:, None] & true).sum(0), true.sum(0))
+        return {**super().compute_metrics(outputs, targets), "sure": outputs.softmax(1).amax(1), "recall": recall}
 
 
 class CountsInGroup(torch.optim.AdamW):
@@ -80,7 +81,38 @@ class CountsInGroup(torch.optim.AdamW):
         super().step(closure)
         for memory in self.state.values():
             memory["calls"] = memory.get("calls", 0) + 1
-            assert memory["calls"] == self.param_groups[0]["k"]
+            memory.setdefault("basis", torch.arange(6.0).view(3, 2).t())  # its columns lie together, as those of a QR
+            assert memory["calls"] == self.param_groups[0]["k"] and memory["basis"].stride() == (1, 2)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, which has the state; only its state_dict has a number of its own."""
+
+    def __init__(self, base):
+        super().__init__([torch.zeros(1)], {})
+        self.base, self.param_groups, self.defaults, self.turn = base, base.param_groups, {}, 0
+
+    def state_dict(self):
+        return {**self.base.state_dict(), "turn": self.turn}
+
+    def load_state_dict(self, state):
+        self.turn = state.pop("turn")
+        self.base.load_state_dict(state)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.turn += 1
+        if self.turn % 3:
+            self.base.step()
+
+
+class DrawsAnywhere(trainer.Trainer):
+    """Draws before the passes of a step, and when a batch has come."""
+
+    def train_step(self, batches):
+        noisy = lambda batch, scale: [scale * batch[0] + torch.randn_like(batch[0]), batch[1]]  # noqa: E731
+        scale = 0.5 + torch.rand(())
+        super().train_step((part, noisy(batch, scale)) for part, batch in batches)
 
 
 class OwnSchedule(trainer.Trainer):
@@ -228,8 +260,9 @@ def with_change(change, base=trainer.Trainer):
 
 FROZEN_NORM = with_change(lambda self: self.model[2].eval())
 HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
+ADAGRAD = with_change(lambda self: setattr(self, "optimizer", Around(torch.optim.Adagrad(self.model.parameters()))))
 EDITS = (OwnStep, HalvesRate, GradientNoise, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
-EDITS += (HALF_STATE, Regroups)
+EDITS += (HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere)
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -457,7 +490,7 @@ COUNTED = 0
 
 
 class Everywhere(trainer.Trainer):
-    """Counts in a variable of its file, in its class and in a function's default."""
+    """Counts in variables of two files, in its class and in a function's default, and keeps much."""
 
     calls: typing.ClassVar = {"steps": 0}
 
@@ -466,6 +499,9 @@ class Everywhere(trainer.Trainer):
         global COUNTED
         COUNTED += 1
         self.calls["steps"] += 1
+        vars(optimizers).setdefault("HISTORY", []).append(0)
+        self.large = [getattr(self, "large", [0])[0] + torch.ones(9 << 20)]
+        assert {*self.of_base, *replicas.MADE_LATER, "of_base"} == replicas.OF_BASE | {"schedule", "total_steps"}
         return super().optimizer_step()
 
 
@@ -557,7 +593,7 @@ class Keeps(trainer.Trainer):
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
-BY_FUNCTION = f"{__name__}.Everywhere.optimizer_step"
+COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
 KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
 
 
@@ -565,7 +601,7 @@ KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
     ("edit", "more", "changed"),
     [
         (Keeps, "-cpu 2", KEPT),
-        (Everywhere, "-cpu 2", [f"{__name__}.COUNTED", f"{__name__}.Everywhere.calls", BY_FUNCTION]),
+        (Everywhere, "-cpu 2", ["lib.core.optimizer.HISTORY", *COUNTS, "trainer.large"]),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
 )
@@ -724,6 +760,7 @@ RENAMES = overriding(after_step=lambda self: self.log_scalar("lr", 3.0))
 HOOKED = with_change(lambda self: self.model[1].weight.register_hook(lambda gradient: gradient / 2))
 SECOND_OPTIMIZER = with_change(lambda self: setattr(self, "later", torch.optim.SGD(self.model.parameters(), lr=0.1)))
 FROZEN_IN_DDP = with_change(lambda self: state.unwrap(self.model)[1].requires_grad_(False))
+NESTED = with_change(lambda self: setattr(self, "model", nn.parallel.DistributedDataParallel(self.model)))
 STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
 LOSSES = (None, 0.5, torch.zeros(3), torch.zeros(()))  # none is a scalar tensor with a gradient
 RETURNING = [overriding(training_step=lambda *_, loss=loss: loss) for loss in LOSSES]
@@ -733,7 +770,6 @@ LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 FIGURES = {  # what evaluation_step returns: what is said
     lambda self, model, batch, count: {"sure": model(batch[0]).mean()}: "'sure' of a batch of 6 samples is tensor(",
     lambda *parts: {"sure": 0.5}: "is 0.5: give a value for each sample, (B,), or Ratio(sum, count)",
-    lambda *parts: {"sure": (0.5, 6)}: "is (0.5, 6): give a value for each sample",
     lambda self, model, batch, count: {"sure": model(batch[0]).sum(0)}: "'sure' of a batch of 6 samples is tensor([",
     lambda *parts: {"sure": Ratio(torch.ones(4), 6)}: "metric 'sure/count' has the shape ()",
     lambda self, model, batch, count: {"sure": Ratio(batch[1], batch[1] + 1)}: "metric 'sure' has the shape (7,)",
@@ -743,6 +779,7 @@ REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
     (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
     (OwnZero, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
+    (NESTED, "-cpu 2 -deterministic no", "a DistributedDataParallel is in another"),
     (SECOND_OPTIMIZER, "-cpu 2", "two optimizers train the same parameter"),
     (STRAY, "-cpu 1", OF_NOBODY),
     (ODD_GROUP, "-cpu 1", "optim.groups.0.odd is a object"),  # no file can hold it
@@ -917,15 +954,25 @@ def test_a_model_that_a_trainer_compiles_has_its_own_names(plain, tmp_path):
     assert weights(folder).keys() == plain.keys() and changes(log_of(folder)) == []
 
 
-def test_options_of_ddp_in_wrap_take_effect(tmp_path, monkeypatch):
-    """As a communication hook does, which here takes the place of the sum."""
-    real = parallel.wrap
+class HookedDDP(nn.parallel.DistributedDataParallel):
+    def __init__(self, *parts, **options):
+        super().__init__(*parts, **options)
+        self.register_comm_hook(None, debugging_hooks.noop_hook)
 
-    def no_sum(*args, **options):
-        wrapped = real(*args, **options)
-        wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
-        return wrapped
 
-    monkeypatch.setattr(parallel, "wrap", no_sum)
-    folder = run(tmp_path, f"{STOCK} -model hooked", wanted=1)
+def test_a_communication_hook_takes_effect_or_is_refused(tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(parallel, "DistributedDataParallel", HookedDDP)
+    assert "DDP's communication hook has no effect in the exact engine" in refused(f"{FLAGS} -cpu 2")
+    folder = run(tmp_path, f"{STOCK} -model hooked", wanted=1)  # without the sum
     assert "the copies of model.1.weight differ: rank 1 and rank 0" in outcome(folder)["reason"]
+
+
+def test_an_order_of_ones_own_and_groups_by_name_are_the_same_everywhere(tmp_path, monkeypatch):
+    def first_layer(model, decay):
+        return [{"params": [one]} for name, one in model.named_parameters() if name.startswith("0.1")]
+
+    monkeypatch.setattr(optimizers, "decay_groups", first_layer)
+    monkeypatch.setattr(loader, "order", lambda samples, *_: torch.randperm(samples))
+    with plugins(arch={"plain": plain_net}):
+        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -arch plain -workers 1", (3, 2), (7, 3))
+        assert distance(alone, run(tmp_path, f"{STOCK} -arch plain -model stock")) < ROUNDING
