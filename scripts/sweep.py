@@ -1,9 +1,10 @@
 """Many runs over values of train.py's flags: python scripts/sweep.py -lr_start 1e-3,3e-3 -arch mlp,convnet [-jobs 2].
 
-Values with commas make a grid. With -trials 50, Optuna chooses from such values and from ranges, log:1e-4:1e-2 or
-lin:0:0.5; a range with whole ends gives whole numbers. Only flags that change the result can vary; all others are
-passed to train.py. A flag of one -arch, -dataset or -trainer goes to the trials that have it. Each trial is an
-ordinary run, named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model gives another name than sweep.
+Values with commas make a grid (of -optimizer_arg where KEY= follows; -class_weights takes them itself). With -trials
+50, Optuna chooses from such values and from ranges, log:1e-4:1e-2 or lin:0:0.5; a range with whole ends gives whole
+numbers. Only flags that change the result can vary; all others are passed to train.py. A flag of one -arch, -dataset
+or -trainer goes to the trials that have it. Each trial is an ordinary run, named after its flags:
+out/sweep_lr_start_1e-3_arch_mlp. -model gives another name than sweep.
 
 A line for each trial says how it ended; then come a table, best first, with mean and deviation over the seeds, and
 two pictures: the score against each flag, out/sweep.png, and the curves, out/sweep_curves.png. After Ctrl-C, kill -9
@@ -164,7 +165,9 @@ def space_of(name: str, text: str) -> Space | None:
             if (0 if found[1] == "log" else -math.inf) < float(found[2]) < float(found[3]) < math.inf:
                 return Space([found[2], found[3]], scale=found[1])
         raise UsageError(f"-{name} {text}: two rising numbers are wanted, as log:1e-4:1e-2 (above 0) or lin:0:0.5")
-    values = list(dict.fromkeys(text.split(",")))
+    if name == "class_weights":  # its commas are its own
+        return None
+    values = list(dict.fromkeys(re.split(r",(?=\w+=)" if name == "optimizer_arg" else ",", text)))
     if "" in values:
         raise UsageError(f"-{name} {text}: a value is missing next to a comma")
     return Space(values) if len(values) > 1 else None

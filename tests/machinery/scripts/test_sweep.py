@@ -173,6 +173,8 @@ def test_a_flag_of_one_arch_is_for_its_trials_alone():
     assert [one.values for one in trials] == [*of_mlp, *({"arch": "convnet", "seed": seed} for seed in "12")]
     assert [one.args.mlp_depth for one in trials[:4]] == [2] * 4 and not hasattr(trials[4].args, "mlp_depth")
     assert [one.values for one in plan_of(f"{flags} -only 6").examples] == [trials[5].values]
+    spaces = plan_of("-optimizer_arg betas=0.9,0.9,betas=0.5,0.9,eps=1e-6 -class_weights 1,2,3,4,5,6,7,8,9,10").spaces
+    assert spaces.keys() == {"optimizer_arg"} and spaces["optimizer_arg"].values[1:] == ["betas=0.5,0.9", "eps=1e-6"]
     chosen = [one.values for one in plan_of("-trials 9 -mlp_width lin:8:16 -arch convnet,mlp").examples]
     assert chosen == [{"arch": "convnet"}, *({"mlp_width": width, "arch": "mlp"} for width in ("8", "16"))]
 
