@@ -1,13 +1,14 @@
 """How fast photos are read: -dataset folder, -dataset tar, and WebDataset's pipeline over the same shards.
 
     uv pip install --group bench
-    python scripts/bench/reading.py [-photos 2000] [-workers 0 1 2] [-rounds 3] [-data DIR] [-latency_ms 20]
+    python scripts/bench/reading.py [-photos 2000] [-workers 0 1 2] [-rounds 3] [-data DIR] [-latency_ms 20 [-s3]]
 
 A round reads all photos once in each way, in a random order of ways: "cold" after their pages were dropped from
 memory, "warm" right after that. "decoded": each photo becomes the tensor that a model sees, drawn as in training;
 "bytes": it is read only. The time counts from the first request to the last batch, without the start of processes.
 Figures are samples per second: medians and ranges over the rounds. With -latency_ms, a web server on this machine
-gives the shards, and waits so long before each answer; "blocks" is tar with -shuffle_block 16.
+gives the shards, and waits so long before each answer; "blocks" is tar with -shuffle_block 16. With -s3 it is an S3
+server (moto's), from which tar reads s3://, and WebDataset the same objects by curl.
 """
 
 import argparse
@@ -41,6 +42,25 @@ from scripts import pack
 SIZE, BATCH = (500, 375), 64  # pixels of a photo; photos
 SHUFFLE = 1000  # samples in WebDataset's buffer, from which it draws
 BLOCK = 16  # of -shuffle_block
+S3 = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+SLOW_S3 = """
+import sys, time
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+s3 = DomainDispatcherApplication(create_backend_app)
+def slow(environ, start):
+    time.sleep(float(sys.argv[1]) / 1000)
+    return s3(environ, start)
+server = make_server("127.0.0.1", 0, slow, threaded=True)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+FILL = """
+import s3fs, sys
+s3 = s3fs.S3FileSystem()
+s3.mkdir("bench")
+s3.put(*sys.argv[1:], recursive=True, ACL="public-read")
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,29 +72,47 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-rounds", type=int, default=3, help="readings of each kind (3)")
     parser.add_argument("-data", type=Path, help="where the photos are made (a temporary folder)")
     parser.add_argument("-latency_ms", type=int, help="read from a web server that waits so long (from the disk)")
+    parser.add_argument("-s3", action="store_true", help="that server is one of S3: uv pip install --group s3")
     options = parser.parse_args(argv)
     print(describe(sys.argv[1:] if argv is None else argv))
     with contextlib.ExitStack() as stack:
         root = options.data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_photos(root / "photos", options.photos)
         pack.main([str(root / "photos"), "-o", str(root / "shards"), "-shard_mb", "16"])
-        ways, address = {"folder": read_ours, "tar": read_ours, "WebDataset": read_webdataset}, ""
+        ways, address = {"folder": read_ours, "tar": read_ours, "WebDataset": read_webdataset}, ("", "")
         if options.latency_ms is not None:
             ways = {"tar": read_ours, "blocks": read_ours, "WebDataset": read_webdataset}
-            address = stack.enter_context(serving(root, options.latency_ms))
+            address = stack.enter_context((serving_s3 if options.s3 else serving)(root, options.latency_ms))
         for workers in options.workers:
             print(table(workers, measure(root, ways, address, options.rounds, workers)), flush=True)
     return 0
 
 
 @contextlib.contextmanager
-def serving(root: Path, latency_ms: int) -> Iterator[str]:
-    """Serve a folder by the tests' web server while the block runs; yield its address."""
+def serving(root: Path, latency_ms: int) -> Iterator[tuple[str, str]]:
+    """Serve a folder by the tests' web server in the block; yield its address, for ours and for WebDataset."""
     server = Path(__file__).resolve().parents[2] / "tests/machinery/data/web.py"
     command = [sys.executable, server, root, str(latency_ms)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/good"
-        process.kill()
+        address = f"http://127.0.0.1:{int(process.stdout.readline())}/good"
+        try:
+            yield address, address
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def serving_s3(root: Path, latency_ms: int) -> Iterator[tuple[str, str]]:
+    """Serve the shards by moto's S3 server while the block runs; yield as `serving` does."""
+    command = [sys.executable, "-c", SLOW_S3, str(latency_ms)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        os.environ.update(S3, AWS_ENDPOINT_URL=url)
+        try:
+            subprocess.run([sys.executable, "-c", FILL, f"{root}/shards/", "bench/shards"], check=True)
+            yield "s3://bench", f"{url}/bench"
+        finally:
+            process.kill()
 
 
 def make_photos(place: Path, count: int) -> None:
@@ -91,7 +129,7 @@ def make_photos(place: Path, count: int) -> None:
         Image.new("RGB", SIZE).save(file)
 
 
-def measure(root: Path, ways: dict, address: str, rounds: int, workers: int) -> dict[tuple, list[float]]:
+def measure(root: Path, ways: dict, address: tuple, rounds: int, workers: int) -> dict[tuple, list[float]]:
     """Return samples per second by way, work and state of the memory."""
     speeds: dict[tuple[str, str, str], list[float]] = {}
     for _ in range(rounds):
@@ -113,9 +151,9 @@ def flags(root: Path, address: str, way: str) -> config.Args:
     return config.parse_args([*given, "-shuffle_block", str(BLOCK if way == "blocks" else 1)])
 
 
-def read_ours(root: Path, address: str, way: str, decoded: bool, workers: int) -> float:
+def read_ours(root: Path, address: tuple, way: str, decoded: bool, workers: int) -> float:
     """Read as a run does: the micro-batches of an epoch in its order, by its loader's processes."""
-    args = flags(root, address, way)
+    args = flags(root, address[0], way)
     data = (folder if way == "folder" else tar).get_dataset(args)["train"]
     if not decoded:
         data = Bytes(data)
@@ -147,13 +185,13 @@ class Bytes(torch.utils.data.Dataset):
         return len(Path(file).read_bytes()), label
 
 
-def read_webdataset(root: Path, address: str, way: str, decoded: bool, workers: int) -> float:
+def read_webdataset(root: Path, address: tuple, way: str, decoded: bool, workers: int) -> float:
     """Read from front to back, shuffled in a buffer, as WebDataset's pages do for training."""
     data = folder.Images([], [], flags(root, "", "folder"), drawn=True)
     image = functools.partial(decode, data.to_tensor) if decoded else len
     shards = sorted(map(str, (root / "shards").glob("train*.tar")))
-    if address:
-        shards = [f"pipe:curl -s {address}/shards/{Path(shard).name}" for shard in shards]
+    if address[1]:
+        shards = [f"pipe:curl -s {address[1]}/shards/{Path(shard).name}" for shard in shards]
     samples = webdataset.WebDataset(shards, shardshuffle=len(shards), empty_check=False, seed=0).shuffle(SHUFFLE)
     pairs = samples.to_tuple("jpg", "cls").map_tuple(image, int).batched(BATCH)
     loader = webdataset.WebLoader(pairs, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
