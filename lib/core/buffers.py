@@ -10,18 +10,17 @@ from lib.utils import distributed
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch, Plan
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of torch's norm layers
 
 
-def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
-    """Raise UsageError if a micro-batch has one sample and the model has a BatchNorm1d, which needs two."""
+def warn_of_single_samples(model: nn.Module, plan: Plan) -> None:
+    """Warn of a micro-batch of one sample, which BatchNorm1d refuses in training unless the sample has places."""
     smallest = min(len(part) for step in (0, plan.steps - 1) for part in plan.cut(step))
     if smallest == 1 and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
         found = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
-        raise UsageError(f"{found} leave one sample alone, and BatchNorm1d needs two: -drop_last, or other sizes")
+        log.warning("%s leave one sample alone, and BatchNorm1d needs two: -drop_last, or other sizes", found)
 
 
 def is_statistic(name: str) -> bool:

@@ -232,10 +232,10 @@ def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str
             in_5 = (outputs.topk(5).indices == targets[:, None]).any(1)
             found["top5"] = Ratio((counted & in_5).sum(), number)
         if classes <= 100:  # of more, sums by class would take long
-            places, none = targets.where(counted, 0), number.new_zeros(classes)
-            hits = none.index_add(0, places, right.long())
-            both = none.index_add(0, places, counted.long()).index_add(0, answers, counted.long())
-            found["f1"] = Ratio(2 * hits, both)
+            known = counted & (targets >= 0) & (targets < classes)  # a model with its own loss may leave out others
+            places, none = targets.where(known, 0), number.new_zeros(classes)
+            both = none.index_add(0, places, known.long()).index_add(0, answers, known.long())
+            found["f1"] = Ratio(2 * none.index_add(0, places, right.long()), both)
         return found
     nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
     return {"bits_per_token": Ratio(nats * counted.sum() / math.log(2), counted.sum())}

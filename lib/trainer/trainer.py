@@ -65,7 +65,7 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        buffers.refuse_single_samples(model, self.plan)
+        buffers.warn_of_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.logs_scalars = world.is_main  # in a pass: whether this one is no padding
@@ -181,7 +181,7 @@ class Trainer:
         batches = self.rate.time_data_loading(self.loaders["train"].epoch(self.state.epoch, first))
         for _ in range(first, self.plan.steps):
             # As after an evaluation: what is drawn from here on does not depend on where a start begins.
-            seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
+            seeding.seed(seeding.STEP, self.args.seed, self.state.step, 0, device=self.world.device)
             self.train_step(batches)
             self.state.evaluated, self.engine.buffers.starts = False, []
             self.is_whole = type(self).after_step is Trainer.after_step  # a subclass's may change what is saved
@@ -319,7 +319,7 @@ class Trainer:
         state.evaluated = True
         if state.step % self.plan.steps == 0:
             state.sums = {}
-            seeding.seed(seeding.STEP, self.args.seed, state.step, device=self.world.device)
+            seeding.seed(seeding.STEP, self.args.seed, state.step, 1, device=self.world.device)
             self.on_epoch_end()
         self.is_whole = True
         if save or self.is_done():
@@ -341,7 +341,7 @@ class Trainer:
     def log_scalar(self, name: str, value: Any) -> None:
         """Log train/NAME: the mean over all calls since the last line, of a number, a tensor's values, or a Ratio.
 
-        In `training_step` each micro-batch counts its own. Elsewhere all ranks call it, and rank 0's value counts.
+        In a pass each micro-batch counts its own. Else, but not in evaluations, all ranks call it; rank 0's counts.
         """
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")

@@ -39,7 +39,7 @@ class State:
     bad_steps: int = 0  # steps that were skipped, as far as they were read from the device
     bad_row: int = 0  # of these, in a row until now
     best: dict | None = None  # metric, value, epoch and number of the validation of the weights in best/
-    sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
+    sums: dict[str, float] = field(default_factory=dict)  # of the epoch's training loss up to its last log line
     unlogged: dict[str, list[float]] = field(default_factory=dict)  # since then, as exact terms; as of the last save
 
 

@@ -1,9 +1,10 @@
-"""Figures of a run: sums over micro-batches and processes, a confusion matrix, the best evaluation, metrics.jsonl."""
+"""Figures of a run: sums over micro-batches and processes, the best evaluation, metrics.jsonl."""
 
 import contextlib
 import json
 import logging
 import math
+import numbers
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
 MAX_LINE = 1 << 20  # bytes, of metrics.jsonl
 LOWER_IS_BETTER = ("loss", "bits_per_token")
-COUNT = "/count"  # after a metric's name: the sum of its counts
+COUNT = "\0count"  # after a metric's name: the sum of its counts
 
 
 class Ratio(NamedTuple):
@@ -55,9 +56,10 @@ class Sums:
             if isinstance(value, Ratio):
                 self.update({name: value.total, f"{name}{COUNT}": value.count})
                 continue
-            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-            if len(shape) > 1 or self.shapes.setdefault(name.removesuffix(COUNT), shape) != shape:
-                raise UsageError(f"metric {name!r} has the shape {shape}: give one number, or one for each class")
+            shape, own = getattr(value, "shape", ()), name.removesuffix(COUNT)
+            is_known = isinstance(value, Tensor | numbers.Real) and not hasattr(value, "full_tensor")
+            if not is_known or "[" in name or len(shape) > 1 or self.shapes.setdefault(own, shape) != shape:
+                raise UsageError(f"metric {own!r} is made of {value!r:.40}: give numbers, or vectors of one size")
             self.terms.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
             if len(self.terms[name]) > MAX_TERMS:
                 self.add(exact({name: self.terms.pop(name)}))
@@ -114,9 +116,9 @@ def batch_metrics(given: Any, samples: int) -> dict[str, Ratio]:
     if not isinstance(given, dict):
         raise UsageError(f"evaluation_step returns {given!r:.40}: it must return a dict of metrics")
     for name, value in given.items():
-        if not isinstance(value, Ratio) and getattr(value, "shape", ())[:1] != (samples,):
+        if not isinstance(value, Ratio) and not (isinstance(value, Tensor) and value.shape[:1] == (samples,)):
             found = f"metric {name!r} of a batch of {samples} samples is {value!r:.40}"
-            raise UsageError(f"{found}: give a value for each sample, (B,), or Ratio(sum, count)")
+            raise UsageError(f"{found}: give a tensor with a value for each, (B,), or Ratio(sum, count)")
     return {name: ratio(value) for name, value in given.items()}
 
 

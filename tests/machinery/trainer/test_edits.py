@@ -501,7 +501,7 @@ class Everywhere(trainer.Trainer):
         self.calls["steps"] += 1
         vars(optimizers).setdefault("HISTORY", []).append(0)
         self.large = [getattr(self, "large", [0])[0] + torch.ones(9 << 20)]
-        assert {*self.of_base, *replicas.MADE_LATER, "of_base"} == replicas.OF_BASE | {"schedule", "total_steps"}
+        assert {*self.of_base, *replicas.MADE_LATER, "of_base"} >= replicas.OF_BASE | {"schedule", "total_steps"}
         return super().optimizer_step()
 
 
@@ -769,10 +769,12 @@ ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=o
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 FIGURES = {  # what evaluation_step returns: what is said
     lambda self, model, batch, count: {"sure": model(batch[0]).mean()}: "'sure' of a batch of 6 samples is tensor(",
-    lambda *parts: {"sure": 0.5}: "is 0.5: give a value for each sample, (B,), or Ratio(sum, count)",
+    lambda *parts: {"sure": 0.5}: "is 0.5: give a tensor with a value for each, (B,), or Ratio(sum, count)",
     lambda self, model, batch, count: {"sure": model(batch[0]).sum(0)}: "'sure' of a batch of 6 samples is tensor([",
-    lambda *parts: {"sure": Ratio(torch.ones(4), 6)}: "metric 'sure/count' has the shape ()",
-    lambda self, model, batch, count: {"sure": Ratio(batch[1], batch[1] + 1)}: "metric 'sure' has the shape (7,)",
+    lambda *parts: {"sure": Ratio(torch.ones(4), 6)}: "metric 'sure' is made of 6: give numbers, or vectors",
+    lambda self, model, batch, count: {"sure": Ratio(batch[1], batch[1] + 1)}: "metric 'sure' is made of tensor([",
+    lambda *parts: {"sure": Ratio([1, 2], 6)}: "metric 'sure' is made of [1, 2]",
+    lambda *parts: {"a[0]": Ratio(1, 2)}: "metric 'a[0]' is made of 1",
     lambda *parts: 0.5: "evaluation_step returns 0.5: it must return a dict",
 }
 REFUSED = [  # flags and what is said

