@@ -42,6 +42,7 @@ def reset():
     logging.getLogger("lib").setLevel(logging.WARNING)
 
 
+# Over the runs of saves.py
 @pytest.fixture(scope="module")
 def small_plugins():
     """Make the network and the dataset of saves.SMALL available to the tests of a file."""

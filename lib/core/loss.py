@@ -226,16 +226,14 @@ def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str
         if outputs.shape[1] == 1:  # one number a sample, as of a binary loss: its largest says nothing
             return {}
         answers, classes, number = outputs.argmax(1), outputs.shape[1], counted.sum()
-        right = counted & (answers == targets)
-        found = {"accuracy": Ratio(right.sum(), number)}
+        found = {"accuracy": Ratio((counted & (answers == targets)).sum(), number)}
         if classes > 10:
-            in_5 = (outputs.topk(5).indices == targets[:, None]).any(1)
-            found["top5"] = Ratio((counted & in_5).sum(), number)
+            found["top5"] = Ratio((counted & (outputs.topk(5).indices == targets[:, None]).any(1)).sum(), number)
         if classes <= 100:  # of more, sums by class would take long
             known = counted & (targets >= 0) & (targets < classes)  # a model with its own loss may leave out others
-            places, none = targets.where(known, 0), number.new_zeros(classes)
-            both = none.index_add(0, places, known.long()).index_add(0, answers, known.long())
-            found["f1"] = Ratio(2 * none.index_add(0, places, right.long()), both)
+            true = functional.one_hot(targets.where(known, 0), classes) * known[:, None]
+            chosen = functional.one_hot(answers, classes) * known[:, None]
+            found["f1"] = Ratio(2 * (true * chosen).sum(0), (true + chosen).sum(0))
         return found
     nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
     return {"bits_per_token": Ratio(nats * counted.sum() / math.log(2), counted.sum())}

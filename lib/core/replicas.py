@@ -100,11 +100,10 @@ class Checks:
         trained = {*parameters_of(self.trainer.all_optimizers)}
         bare = {f"trainer.{key}": one for key, one in vars(self.trainer).items() if isinstance(one, nn.Parameter)}
         named = {**bare, **parts.parameters()}.items()
+        known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
-        with_state = [one for one in self.trainer.all_optimizers if one.state]  # plain SGD has none
-        waiting = {*parameters_of(with_state)}.difference(*(one.state for one in with_state))
-        idle = [name for name, one in named if one in waiting and one.requires_grad and one.grad is None]
-        for text, names in ((UNTRAINED, odd), (IDLE, idle)):
+        idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
+        for text, names in ((UNTRAINED, odd), (IDLE, idle if known and self.steps else [])):
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
             self.said[text] = names

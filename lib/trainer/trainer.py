@@ -65,7 +65,7 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        buffers.warn_of_single_samples(model, self.plan)
+        buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.logs_scalars = world.is_main  # in a pass: whether this one is no padding
@@ -88,7 +88,7 @@ class Trainer:
         return done.loss
 
     def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Any]:
-        """Return the loss and the metrics of a batch of `count` targets (see count_targets), as `compute_metrics`."""
+        """Return "loss" and metrics of a batch of `count` targets (see count_targets), as `compute_metrics` does."""
         done = losses.forward(model, batch, self.loss)
         return {"loss": metrics.Ratio(done.loss * count, count), **self.compute_metrics(done.outputs, done.targets)}
 
@@ -341,7 +341,7 @@ class Trainer:
     def log_scalar(self, name: str, value: Any) -> None:
         """Log train/NAME: the mean over all calls since the last line, of a number, a tensor's values, or a Ratio.
 
-        In a pass each micro-batch counts its own. Else, but not in evaluations, all ranks call it; rank 0's counts.
+        In a pass each micro-batch counts its own. All ranks call it elsewhere (in no evaluation); rank 0's counts.
         """
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
@@ -359,7 +359,7 @@ class Trainer:
         others = metrics.means(self.metrics.reduce())  # it may fail, and loses nothing then
         interval = self.loss_sums.reduce()
         state.sums |= {name: state.sums.get(name, 0.0) + value for name, value in interval.items()}
-        figures = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss")}
+        figures = {"loss": metrics.mean_loss(interval), "loss_mean": metrics.mean_loss(state.sums)}
         figures |= {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": state.grad_norm}
         speed = self.rate.interval(state) | {"save_s": self.checkpoints.took_s}
         self.logger.log_training(state, figures, others, speed)
@@ -434,7 +434,7 @@ class Trainer:
                 with self.precision:
                     given = self.evaluation_step(self.model, batch, count)
                 if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
-                    totals.update(metrics.batch_metrics(given, micro_batch.count))
+                    totals.update(given, micro_batch.count)
                 if self.may_stop and self.stop.tick(training=False):
                     raise preemption.Stopped
         # What is drawn from here on is as if there had been no evaluation.

@@ -78,7 +78,6 @@ class Checkpoints:
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
-        state.encode_manifest(facts)  # names now what no file could hold
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
         copies = shards.copy_to_cpu(blocks.items())
         best, self.best = self.best, None
@@ -98,6 +97,8 @@ class Checkpoints:
         if save is None or distributed.all_reduce_max([not save.job.done()], self.world)[0]:
             return
         error = save.job.exception()
+        if isinstance(error, TypeError):  # no fault of the disk: JSON cannot hold an entry of contents()
+            raise error
         fault = f"rank {self.world.rank}: {type(error).__name__}: {error}"
         answers = distributed.gather({"error": fault} if error else save.job.result() or {}, self.world)
         errors = [answer["error"] for answer in answers if "error" in answer]

@@ -142,11 +142,11 @@ class Parts:
                 kind = "frozen" if parameter.requires_grad else "trained"
                 log.warning("%s is %s, as in the checkpoint", name, kind)
             parameter.requires_grad_(name not in states["frozen"])
-        own = {part: decode(states[part], tensors) for part in self.others}
-        for part in [part for part, state in own.items() if state]:  # that of a scaler which is off is empty
-            self.others[part].load_state_dict(own[part])
+        for part, other in self.others.items():
+            if state := decode(states[part], tensors):  # that of a scaler which is off is empty
+                other.load_state_dict(state)
         for part, optimizer in self.optimizers.items():
-            memory, groups, *more = (decode(one, tensors) for one in states[part])  # older ones have no more
+            memory, groups, more = (decode(one, tensors) for one in [*states[part], None][:3])
             own, members = optimizer.param_groups, [group["params"] for group in groups]
             if (names := self.trained(part)) != members[: len(own)]:
                 lost = {*itertools.chain(*names)} - {*itertools.chain(*members)}
@@ -166,7 +166,7 @@ class Parts:
                 raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
             numbers = {name: number for number, name in enumerate(names)}
             state = {numbers.get(name, name): one for name, one in memory.items()}
-            optimizer.load_state_dict({**dict(*more), "state": state, "param_groups": now})
+            optimizer.load_state_dict({**(more or {}), "state": state, "param_groups": now})
             for name in memory.keys() & parameters.keys():  # torch has cast floats to the parameter's type
                 as_saved = lambda was, now: was.to(now.device) if torch.is_tensor(was) else now  # noqa: E731
                 kept = optimizer.state.get(parameters[name], {})  # an optimizer around another has none

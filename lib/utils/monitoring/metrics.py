@@ -50,19 +50,29 @@ class Sums:
         self.terms: dict[str, list] = {}
         self.shapes: dict[str, tuple] = {}
 
-    def update(self, values: dict[str, Any]) -> Any:
-        """Add numbers, vectors or Ratios; return these sums. Raises UsageError for another shape than before."""
+    def update(self, values: dict[str, Any], samples: int | None = None) -> Any:
+        """Add numbers, 0-d tensors or Ratios; return these sums. A batch of `samples` may also have tensors (B, ...).
+
+        Raises UsageError for anything else, as a batch's mean or sum, and for another shape than before.
+        """
+        if not isinstance(values, dict):
+            raise UsageError(f"evaluation_step returns {values!r:.40}: it must return a dict of metrics")
         for name, value in values.items():
-            if isinstance(value, Ratio):
-                self.update({name: value.total, f"{name}{COUNT}": value.count})
-                continue
-            shape, own = getattr(value, "shape", ()), name.removesuffix(COUNT)
-            is_known = isinstance(value, Tensor | numbers.Real) and not hasattr(value, "full_tensor")
-            if not is_known or "[" in name or len(shape) > 1 or self.shapes.setdefault(own, shape) != shape:
-                raise UsageError(f"metric {own!r} is made of {value!r:.40}: give numbers, or vectors of one size")
-            self.terms.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
-            if len(self.terms[name]) > MAX_TERMS:
-                self.add(exact({name: self.terms.pop(name)}))
+            if samples is not None and not isinstance(value, Ratio):
+                if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
+                    found = f"metric {name!r} of a batch of {samples} samples is {value!r:.40}"
+                    raise UsageError(f"{found}: give a tensor with a value for each, (B,), or Ratio(sum, count)")
+                value = ratio(value)
+            is_ratio = isinstance(value, Ratio)
+            for key, part in zip((name, f"{name}{COUNT}"), value if is_ratio else [value]):
+                shape = getattr(part, "shape", ())
+                is_plain = isinstance(part, Tensor | numbers.Real) and not hasattr(part, "full_tensor")
+                is_known = is_plain and len(shape) <= is_ratio and "[" not in name
+                if not is_known or self.shapes.setdefault(name, shape) != shape:
+                    raise UsageError(f"metric {name!r} is made of {part!r:.40}: give numbers, or a Ratio of vectors")
+                self.terms.setdefault(key, []).append(part.detach() if isinstance(part, Tensor) else part)
+                if len(self.terms[key]) > MAX_TERMS:
+                    self.add(exact({key: self.terms.pop(key)}))
         return self
 
     def reduce(self) -> Any:
@@ -89,12 +99,10 @@ def exact(terms: dict[str, list]) -> dict[str, list[float]]:
     columns: dict[str, list] = {}
     for name in sorted(terms):
         for term in terms[name]:
-            values = term.tolist() if isinstance(term, Tensor) else term
-            named = (
-                {f"{name}[{i}]": one for i, one in enumerate(values)} if isinstance(values, list) else {name: values}
-            )
-            for key, value in named.items():
-                columns.setdefault(key, []).append(value)
+            found = term.tolist() if isinstance(term, Tensor) else term
+            is_vector = isinstance(found, list)
+            for place, value in enumerate(found if is_vector else [found]):
+                columns.setdefault(f"{name}[{place}]" if is_vector else name, []).append(value)
     return {name: exact_terms(column) for name, column in columns.items()}
 
 
@@ -108,34 +116,19 @@ def exact_terms(terms: list) -> list[float]:
     return parts or [0.0]
 
 
-def batch_metrics(given: Any, samples: int) -> dict[str, Ratio]:
-    """Return the metrics of a batch. Each is given as a Ratio, or as a tensor with a value for each sample, (B, ...).
-
-    Raises UsageError for anything else, as for a single number, which may be a mean or a sum.
-    """
-    if not isinstance(given, dict):
-        raise UsageError(f"evaluation_step returns {given!r:.40}: it must return a dict of metrics")
-    for name, value in given.items():
-        if not isinstance(value, Ratio) and not (isinstance(value, Tensor) and value.shape[:1] == (samples,)):
-            found = f"metric {name!r} of a batch of {samples} samples is {value!r:.40}"
-            raise UsageError(f"{found}: give a tensor with a value for each, (B,), or Ratio(sum, count)")
-    return {name: ratio(value) for name, value in given.items()}
-
-
 def means(sums: dict[str, float]) -> dict[str, float]:
     """Return the metrics of reduced sums of Ratios; NaN where nothing was counted."""
     found: dict[str, list[float]] = {}
     for key, total in sums.items():
         name, bracket, place = key.partition("[")
-        count = sums.get(f"{name}{COUNT}{bracket}{place}")
-        if count is not None:
+        if (count := sums.get(f"{name}{COUNT}{bracket}{place}")) is not None:  # else this is a count itself
             found.setdefault(name, []).extend([total / count] if count else [])
     return {name: math.fsum(values) / len(values) if values else math.nan for name, values in found.items()}
 
 
-def mean(sums: dict[str, float], name: str, count: str = "samples") -> float:
-    """Return a sum divided by another, or NaN if nothing was counted."""
-    return sums.get(name, math.nan) / sums[count] if sums.get(count) else math.nan
+def mean_loss(sums: dict[str, float]) -> float:
+    """Return the mean over samples of a sum of losses, or NaN if nothing was counted."""
+    return sums["loss"] / sums["samples"] if sums.get("samples") else math.nan
 
 
 def check_same(figures: dict[str, Any], world: distributed.World) -> None:

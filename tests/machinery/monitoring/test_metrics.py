@@ -6,6 +6,7 @@ import resource
 
 import pytest
 import torch
+from command_line import usage_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -40,6 +41,7 @@ def test_update_does_not_read_the_value_of_a_tensor_and_keeps_no_graph():
     for _ in range(3):
         tracker.update({"loss": torch.empty((), device="meta")})  # a meta tensor raises as soon as it is read
     tracker.reset_local().update({"loss": weight * 2})
+    assert "'rows' is made of tensor([" in usage_error(tracker.update, {"rows": torch.ones(3)}), "no Ratio"
     assert not tracker.terms["loss"][0].requires_grad and tracker.reduce().local == {"loss": 2.0}
 
 
@@ -128,19 +130,12 @@ def test_a_full_disk_gives_a_warning_and_leaves_no_incomplete_line(tmp_path, cap
     assert f"cannot write {path}" in caplog.text
 
 
-def test_float_targets_are_not_taken_for_classes():
-    """A model with one output that computes the loss of a regression itself has such targets."""
-    assert measured(CrossEntropy(), (torch.rand(3, 1), torch.tensor([0.5, 1.0, -2.0]))) == {}
-
-
-def test_long_sums_keep_few_terms_and_end_as_ratios_of_a_vector_the_mean_where_something_is_counted(monkeypatch):
+def test_long_sums_keep_few_terms_and_a_ratio_of_vectors_is_the_mean_of_what_is_counted(monkeypatch):
     monkeypatch.setattr(metrics, "MAX_TERMS", 3)
     sums, values, parts = metrics.Sums(), [1e16, 0.1, -1e16, 0.3] * 5, torch.randint(9, (20, 2, 5))
     parts[:, :, 3] = 0  # a class that does not occur
     for value, part in zip(values, parts, strict=True):
-        sums.update(
-            {"mean": metrics.Ratio(torch.tensor(value, dtype=torch.float64), 0.5), "recall": metrics.Ratio(*part)}
-        )
+        sums.update({"mean": metrics.Ratio(value, 0.5), "recall": metrics.Ratio(*part)})
         assert len(sums.terms["mean"]) <= 3 >= len(sums.terms.get("recall", []))
     hits, counts = parts.sum(0).double()
     recall = (hits[counts > 0] / counts[counts > 0]).mean().item()
@@ -155,6 +150,7 @@ def test_f1_is_that_of_scikit_learn_for_labels_of_any_type(kind, classes):
     targets = torch.randint(classes - 1, (3 * classes,))  # no sample is of the last class
     outputs = torch.randn(len(targets), classes) + 3 * nn.functional.one_hot(targets, classes)
     parts = [(outputs[part], targets[part].to(kind)) for part in (slice(0, 7), slice(7, None))]
+    assert measured(CrossEntropy(), (torch.rand(3, 1), torch.rand(3))) == {}, "a regression's"
     for loss, counted in ((CrossEntropy(), targets >= 0), (CrossEntropy(ignore_index=2), targets != 2)):
         truth = f1_score(targets[counted], outputs[counted].argmax(1), average="macro")
         assert measured(loss, *parts)["f1"] == pytest.approx(truth)
