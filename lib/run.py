@@ -25,16 +25,7 @@ class Run:
     """What this process knows of its run before the training."""
 
     def __init__(self, args: Args, dataset: Any, stack: contextlib.ExitStack):
-        """Find out what the run is, by then nothing is written. Raises UsageError if it cannot be what the flags say.
-
-        `dataset` is what get_dataset returned; what is opened closes with the stack.
-
-        1. Join the process group, and set up this process's device.
-        2. Lock the run's folder, unless this is -eval or -debug.
-        3. Find what its first start settled, and its newest good checkpoint.
-        4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
-        5. Set the number of threads, and compare flags and data with those before.
-        """
+        """Find out what the run is, by then nothing is written. Raises UsageError if it cannot be what the flags say."""
         self.args, self.stack, self.mirror = args, stack, None
         self.splits, self.skipped = loader.splits(dataset, args.dataset, args.overfit), {}
         watchdog.begin(distributed.rendezvous())
@@ -90,8 +81,8 @@ class Run:
         gc.enable()
         if folder:
             about = {**runtime.describe(world), "classes": self.plan.data["classes"], **self.skipped}
-            settings = to_yaml(args, about, resume.effective_flags(self.plan))
             start = resume.config_to_save(args, self.plan)
+            settings = to_yaml(args, about, {name: start[name] for name in resume.SETTLED})
             if self.past and self.past.folder.parent != folder.path / "checkpoints":
                 start["resume"] = str(self.past.folder.absolute())
             folder.begin(settings, start)

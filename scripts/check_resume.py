@@ -290,13 +290,16 @@ class Start:
     def wait(self, within: float | None = None) -> int:
         """Wait until none of its processes is left. Returns its exit code, negative after a signal.
 
-        Raises Broken if its first process still runs after `within` seconds.
+        Raises Broken if its first process still runs after `within` seconds, or others so long after that one's end.
         """
         self.process.join(within)
+        until = time.monotonic() + (within or math.inf)
         if self.process.exitcode is None:
             raise Broken(f"process {self.pid} still runs after {within:.0f} s:\n{self.last_lines()}")
         while left := self.others():
             while any(self.lives(pid) for pid in left):
+                if time.monotonic() > until:
+                    raise Broken(f"processes {left} still run {within:.0f} s after their first:\n{self.last_lines()}")
                 time.sleep(0.002)
         return self.process.exitcode
 

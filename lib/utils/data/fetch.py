@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate, get_worker_info
 
 from lib.utils import files, runtime, seeding, watchdog
@@ -209,8 +210,9 @@ class Fetch(Dataset):
 
 
 def begin_worker(parent: int, number: int) -> None:
-    """End a worker process whose parent is gone, as torch (2.15) does not; note the files that it shares."""
-    if os.getppid() != parent:
+    """End this worker process with its parent, at once, as torch (2.15) may not; note the files that it shares."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before that
         os._exit(FAILED)
     worker: Any = get_worker_info()
     worker.dataset.places = inherited_places()

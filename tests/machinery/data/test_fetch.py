@@ -104,16 +104,16 @@ def test_a_part_of_a_dataset_has_the_attributes_of_the_whole_and_its_own():
 KILLED_AS_ITS_WORKER_STARTS = """
 import os, torch
 from lib.utils.data import fetch
-parent = os.getpid()
-def kill_parent(count):  # in place of what torch calls first in a worker
+def kill_parent(*_, parent=os.getpid()):  # in place of what torch calls first in a worker, and `begin_worker` last
     os.kill(parent, 9)
-    while os.getppid() == parent:
-        pass
-torch.set_num_threads = kill_parent
+    while os.getppid() == parent: pass
+    return {}
+PLACE = kill_parent
 fetch.Fetcher(torch.zeros(2), 0, workers=1, pin=False)
 """
 
 
-def test_a_worker_whose_parent_is_killed_while_it_starts_ends():
-    command = [sys.executable, "-c", KILLED_AS_ITS_WORKER_STARTS]  # its pipes stay open as long as the worker lives
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == -9
+@pytest.mark.parametrize("place", ["torch.set_num_threads", "fetch.inherited_places"])
+def test_a_worker_whose_parent_is_killed_while_it_starts_ends(place):
+    command = [sys.executable, "-c", KILLED_AS_ITS_WORKER_STARTS.replace("PLACE", place)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == -9, "else pipes stay open"
