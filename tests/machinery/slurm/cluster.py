@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-from processes import ROOT, output_of, until
+from processes import LIMIT, ROOT, output_of, until
 from runs import lines
 
 import lib.dataset
@@ -42,6 +42,7 @@ def add_args(parser):
     parser.add_argument("-slow_s", type=float, default=0.02, help="seconds a micro-batch takes")
     parser.add_argument("-slow_deadly", type=int, default=0, help="micro-batches before it kills itself")
     parser.add_argument("-slow_lost", type=int, default=0, help="micro-batches before rank 1 kills itself, once")
+    parser.add_argument("-slow_wait", type=int, default=0, help="micro-batches before it waits for the file OUT/go")
 
 
 class Slow(Tensors):
@@ -50,6 +51,8 @@ class Slow(Tensors):
     def __getitems__(self, indices):
         time.sleep(self.args.slow_s)
         self.done += 1
+        while self.done == self.args.slow_wait and not (Path(self.args.out) / "go").exists():
+            time.sleep(0.1)
         mark = Path(self.args.out) / f"{self.args.model}.deadly"
         is_lost = os.environ["RANK"] == "1" and self.done == self.args.slow_lost > 0 and not mark.exists()
         if is_lost or (self.args.slow_deadly and (mark.exists() or self.done > self.args.slow_deadly)):
@@ -131,20 +134,25 @@ class Cluster:
         """The fields of `scontrol show job`."""
         return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job)))
 
-    def wait_for_end(self, job: str) -> dict[str, str]:
-        """Wait until a job is over and return its fields."""
+    def wait_for_end(self, job: str, limit: float = LIMIT) -> dict[str, str]:
+        """Wait until a job is over, for at most `limit` seconds, and return its fields."""
         unfinished = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
-        until(lambda: self.job(job)["JobState"] not in unfinished, what=self.log(job), pause=0.2)
+        until(
+            lambda: self.job(job)["JobState"] not in unfinished, limit, lambda: f"job {job}:\n{self.logs(job)}", 0.2
+        )
         return self.job(job)
 
     def wait_until_it_trains(self, name: str, step: int = 1):
         """Wait until a run has logged this step."""
         until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.log(name))
 
+    def logs(self, job: str) -> str:
+        """All output of a job, and what Slurm says of it."""
+        return _texts(*self.out.glob(f"*/slurm/{job}_*.out")) + self.run("scontrol", "show", "job", job)
+
     def log(self, name: str):
         """A function that returns all output of a run's jobs."""
-        logs = [*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log")]
-        return lambda: "".join(f"{log}:\n{log.read_text()}" for log in logs)
+        return lambda: _texts(*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log"))
 
     def _start_requeued_jobs(self):
         """Start requeued jobs soon: Slurm delays them by two minutes. A start in the same second would fail."""
@@ -155,6 +163,10 @@ class Cluster:
             for job in waiting - done:
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
             done = waiting
+
+
+def _texts(*logs: Path) -> str:
+    return "".join(f"{log}:\n{log.read_text()}" for log in sorted(logs))
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -82,16 +82,17 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
 
 
 def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals, out):
-    """One run is submitted by -slurm, one by the sbatch file with torchrun."""
+    """One run is submitted by -slurm, one by the sbatch file with torchrun; each waits for the other one's start."""
+    wait = f"{LONG} -slow_wait 9"
     log = f"--output={out}/by_file.log"
-    flags = f"-dataset slow -cpu 1 {LONG} -out {out} -model by_file".split()
+    flags = f"-dataset slow -cpu 1 {wait} -out {out} -model by_file".split()
     command = "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch"
     output = two_signals.run(*command, *flags, PYTHON=sys.executable)
-    until(lambda: list((out / "by_file" / "slurm").glob("*.json")))  # it takes longer to start than the other run
-    jobs = {"by_slurm": two_signals.submit(f"-model by_slurm -cpu 1 {LONG}"), "by_file": output.strip()}
+    jobs = {"by_slurm": two_signals.submit(f"-model by_slurm -cpu 1 {wait}"), "by_file": output.strip()}
     for name in jobs:
-        two_signals.wait_until_it_trains(name, step=4)
+        two_signals.wait_until_it_trains(name, step=2)
     two_signals.submit_urgent(1)
+    (out / "go").touch()
     two_signals.train("-cpu 2 -dataset slow -slow_s 0 -model here_2", OMP_NUM_THREADS="1")
     for name, job in jobs.items():
         job_info = two_signals.wait_for_end(job)
@@ -191,7 +192,7 @@ def test_in_an_allocation_srun_starts_one_run_and_plain_python_one_process(slurm
 
 def test_a_run_that_reaches_its_time_limit_several_times_finishes(background_jobs, out):
     slurm, job, _ = background_jobs
-    job_info = slurm.wait_for_end(job)
+    job_info = slurm.wait_for_end(job, limit=480)  # on a slow machine each start trains a few steps only
     assert job_info["JobState"] == "COMPLETED" and int(job_info["Restarts"]) >= 2, slurm.log("limited")()
     assert slurm.log("limited")().count(f"time limit: job {job} is requeued") == int(job_info["Restarts"])
     assert steps_of(out / "limited") == sorted(set(steps_of(out / "limited")))
