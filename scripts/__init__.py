@@ -10,6 +10,7 @@ status.py        all runs in a table; reading.py reads their folders
 track.py         -track: sends a run's figures to Weights & Biases or MLflow
 mirror.py        -mirror: copies a run to a store as S3, and fetches it
 plot.py          the curves of runs
+step_times.py    -step_times: what the time of a step goes into, and the MFU
 compare.py       two runs or checkpoints, tensor by tensor
 predict.py       a run's predictions for images and texts
 export.py        the weights of a run as one file; preprocessing.py: images of bytes for it

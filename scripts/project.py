@@ -72,8 +72,9 @@ PARTS = {
     "tools": Part(
         "programs to check, watch and use runs: -check_resume, -eval, doctor, status, predict, plot, ...",
         "scripts/chaos.py scripts/check_*.py scripts/compare.py scripts/debug.py "
-        "scripts/doctor.py scripts/evaluation.py scripts/flags_page.py scripts/ledger.py scripts/predict.py",
-        "check_data skip_bad_files check_resume debug eval",
+        "scripts/doctor.py scripts/evaluation.py scripts/flags_page.py scripts/ledger.py scripts/predict.py "
+        "scripts/step_times.py tests/test_step_times.py",
+        "check_data skip_bad_files check_resume debug eval step_times peak_tflops",
     ),
     "docs": Part("the pages", "docs/*"),
     "bench": Part("benchmarks", "scripts/bench/* docs/benchmarks.md", packages="bench", default=False),

@@ -7,8 +7,7 @@ SMALL = 64  # pixels: up to here the usual stem, which divides height and width 
 
 
 def add_args(parser):
-    depths = (18, 34, 50, 101, 152)
-    parser.add_argument("-resnet_depth", type=int, choices=depths, default=18, help="layers")
+    parser.add_argument("-resnet_depth", type=int, choices=(18, 34, 50, 101, 152), default=18, help="layers")
     parser.set_defaults(channels_last=True)
 
 

@@ -111,6 +111,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-ignore_index", value(whole(-(10**9)), "N"), "label that the loss and metrics leave out, as 255", -100)
     add("-train_metrics", SWITCH, "also log accuracy and other metrics of the training samples", on_resume="allow")
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
+    add("-step_times", SWITCH, "also log the shares of a step's time, and the MFU", on_resume="allow")
+    add("-peak_tflops", POSITIVE, "of a device, for the MFU (known of common GPUs)", on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
     group("optimization", "refuse")

@@ -46,6 +46,8 @@ class Args(argparse.Namespace):
     ignore_index: int
     train_metrics: bool
     log_every: int
+    step_times: bool
+    peak_tflops: float | None
     max_bad_steps: int
     optimizer: str
     optimizer_arg: list[str]

@@ -22,6 +22,7 @@ from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
+from lib.utils.data.fetch import option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -147,7 +148,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
     They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
-    variables of these classes and of the files that they are in, and of those of lib.
+    numbers of datasets; variables of these classes and of the files that they are in, and of those of lib.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
@@ -163,6 +164,10 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
+    for split, loader in trainer.loaders.items():
+        plain = {} if option(loader.dataset, "set_epoch") else getattr(loader.dataset, "__dict__", {})
+        numbers = {key: value for key, value in plain.items() if isinstance(value, int | float)}
+        named |= {f"the {split} samples' {key} (that is for set_epoch)": value for key, value in numbers.items()}
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}

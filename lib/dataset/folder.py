@@ -41,7 +41,7 @@ def get_dataset(args) -> dict[str, Dataset]:
     others = Counter()  # files that are not read, by ending
     images = {part: find_images(args, part, names, others) for part in parts}
     if others:
-        images["train"].log_lines = [f"-data {args.data}: {photos.describe(others)}"]
+        vars(images["train"])["log_lines"] = [f"-data {args.data}: {photos.describe(others)}"]
     return images
 
 
@@ -69,8 +69,6 @@ def class_names(data: str, part: str = "train") -> list[str]:
 
 class Images(Dataset):
     """Image files with their class numbers, each read when it is needed; `drawn`: cropped and mirrored at random."""
-
-    log_lines = ()
 
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
         self.files, self.classes = files, [printable(name) for name in classes]

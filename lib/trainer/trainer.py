@@ -105,7 +105,7 @@ class Trainer:
         replicas.check_names(self)
         with self.stop.handle_signals(), just_in_time.saving(self):
             self.resume(past)
-            self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
+            self.rate.begin(self.state)
             if "samples" in self.state.unlogged:  # by a process that was lost
                 self.log()
             try:

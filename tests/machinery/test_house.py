@@ -29,7 +29,7 @@ PLUGINS = [
 TESTS = shipped(
     "tests",
     "command_line conftest runs saves test_config test_datasets test_plugin_flags test_plugins "
-    "test_recipes test_resume test_tokens test_train tiny_data",
+    "test_recipes test_resume test_step_times test_tokens test_train tiny_data",
 )
 READERS_PATH = [
     *shipped("lib", "run config/args launch/__init__ launch/local trainer/trainer"),

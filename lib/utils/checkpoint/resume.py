@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, *files.UNFIT)  # no file of a run's
+SETTLED = ("batch_size", "micro_batch", "threads")  # flags that the first start decides where nobody gave them
 MAY_DIFFER = ("processor", "torch", "pillow", "torchvision")  # facts that may change bits
 
 
@@ -160,12 +161,8 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
     facts = {"samples": plan.samples, "engine": plan.engine, "torch": torch.__version__}
     facts |= {"processor": processor, **{name: metadata.version(name) for name in ("pillow", "torchvision")}}
-    return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts, **plan.data}, default=str))
-
-
-def effective_flags(plan: Plan) -> dict[str, int]:
-    """Return the flags that the first start settled where nobody gave them."""
-    return {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
+    settled = dict(zip(SETTLED, (plan.batch, plan.micro, torch.get_num_threads()), strict=True))
+    return json.loads(json.dumps({**vars(args), **settled, **facts, **plan.data}, default=str))
 
 
 def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, splits: dict) -> str:
@@ -174,9 +171,8 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     A name that only one side knows, as after a change of the code, may differ; so may what MAY_DIFFER names. Without
     a checkpoint only the data are compared. Raises UsageError for what the run may not continue with.
     """
-    can_choose = any(name.startswith("val") for name in splits)
     for flag, value in (("best", args.best), ("stop_after", args.stop_after)):
-        if value and not can_choose:
+        if value and not any(name.startswith("val") for name in splits):
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     now, texts = config_to_save(args, plan), {}
     free = args.flag_rules.free | ({"epochs"} if args.steps else set())

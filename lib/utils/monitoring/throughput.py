@@ -14,7 +14,11 @@ class Throughput:
     """Measure speed from one log line to the next; `state` says how far the run is."""
 
     def __init__(self, total_steps: int, state: Any, device: torch.device):
-        self._total_steps, self._device = total_steps, device
+        self._total_steps, self.device = total_steps, device
+        self.begin(state)
+
+    def begin(self, state: Any) -> None:
+        """Measure from now on."""
         self._start, self._start_step = time.monotonic(), state.step
         self._samples = state.samples  # as of the last log line
         self._interval_start, self._waited = self._start, 0.0
@@ -25,7 +29,7 @@ class Throughput:
         self._interval_start = began = clock()  # an evaluation may lie before it
         for batch in batches:
             # Batches are launched ahead on a GPU: while it works, nobody waits.
-            if self._device.type != "cuda" or torch.cuda.current_stream().query():
+            if self.device.type != "cuda" or torch.cuda.current_stream().query():
                 self._waited += clock() - began
             yield batch
             began = clock()
@@ -45,7 +49,7 @@ class Throughput:
         figures = {
             "samples_per_s": (state.samples - self._samples) / seconds,
             "data_share": min(self._waited / seconds, 1.0),
-            "memory_gb": memory(self._device) / 1e9,
+            "memory_gb": memory(self.device) / 1e9,
             "left_s": step_seconds * (self._total_steps - state.step),
         }
         self._samples, self._interval_start, self._waited = state.samples, now, 0.0

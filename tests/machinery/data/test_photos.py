@@ -145,7 +145,7 @@ def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_endi
     for name in ("ant/._0.jpg", "ant/.hidden.png", "ant/Thumbs.db", "bee/desktop.ini", ".DS_Store", "Thumbs.db"):
         (train / name).write_bytes(b"\0\5\x16\7")
     parts = dataset(tmp_path)
-    assert [label for _, label in parts["train"].files] == before and parts["train"].log_lines == ()
+    assert [label for _, label in parts["train"].files] == before and not hasattr(parts["train"], "log_lines")
     for name in ("ant/a.heic", "ant/b.HEIC", "bee/c.gif", "bee/d.jfif", "bee/e", "loose.jpg"):
         (train / name).touch()
     (tmp_path / "val" / "bee" / "f.heic").touch()

@@ -2,9 +2,7 @@
 
 import re
 import shlex
-import types
 
-import tiny_data
 import torch
 from pages import COMMANDS, FENCE, FILES, FORMS, PAGE_PLUGINS, PAGES, README, make_photos
 from processes import ROOT
@@ -124,20 +122,3 @@ def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, mon
             assert len(output.splitlines()) == 1 and output.startswith("train.py: -"), command
             refused += 1
     assert shown and refused
-
-
-def test_the_torchvision_dataset_in_the_page_has_its_splits_and_augmentation(tmp_path, monkeypatch):
-    tiny_data.make_cifar10(tmp_path, monkeypatch)
-    code = {}
-    exec(FILES["lib/dataset/cifar10.py"], code)
-    parts = code["get_dataset"](types.SimpleNamespace(data=str(tmp_path), augment=True))
-    assert {split: len(part) for split, part in parts.items()} == {"train": 18, "val": 2, "test": 4}
-    image, label = parts["test"][3]
-    assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and parts["test"].classes[int(label)] == "b"
-    draws = torch.full((2, 8), 0.5)
-    batch = parts["train"].__getitems__([0, 1])
-    assert torch.equal(parts["train"].on_device(batch, draws)[0], parts["val"].on_device(batch, draws)[0])
-    down_left = torch.tensor([[0.0, 0.99, 0, *[0] * 5]] * 2)  # 4 down, 4 left, mirrored
-    moved = parts["train"].on_device(batch, down_left)[0]
-    still = parts["val"].on_device(batch, draws)[0].flip(3)
-    assert torch.equal(moved[:, :, 4:, 4:], still[:, :, :28, :28])

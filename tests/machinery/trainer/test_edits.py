@@ -588,11 +588,19 @@ class Keeps(trainer.Trainer):
 
     def on_evaluation(self, split, figures):
         self.schedule["start"] *= 0.5
+        self.loaders["train"].dataset.level = self.state.step
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
-KEPT = ["model.2.training", "optim.calls", "optim.inner", "optim.slow", *KEPT]
+KEPT = [
+    "model.2.training",
+    "optim.calls",
+    "optim.inner",
+    "optim.slow",
+    "the train samples' level (that is for set_epoch)",
+    *KEPT,
+]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""train.py -step_times: what the time of a step goes into, and the MFU, in the log line and TensorBoard.
+
+Shares of the time between two log lines: data (waiting for a batch), forward_backward, communication (the sum over
+the processes; of DDP and FSDP only what does not run during the backward pass), optimizer. The rest is logging,
+saving, and what a trainer of yours adds. On a GPU they are measured there, by events.
+
+The MFU is the share of the device's peak that the model's operations take (Chowdhery et al., arXiv:2204.02311). torch
+counts them in the first step of each start: those of matrix products, convolutions and attention.
+"""
+
+import contextlib
+import itertools
+import logging
+import re
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from lib.utils.data.plan import MicroBatch
+from lib.utils.distributed import World
+from lib.utils.monitoring.throughput import Throughput
+
+log = logging.getLogger(__name__)
+PEAK_TFLOPS = {  # of dense matrix products in half precision, by their makers' data sheets
+    "B200": 2250, "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312, "A800": 312, "L40S": 362,
+    "L4": 121, "A10": 125, "V100": 125, "T4": 65, "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307, "MI250X": 383,
+}  # fmt: skip
+PHASES, PAUSE = ("forward_backward", "communication", "optimizer"), "pause"
+
+
+class Timed:
+    """What a plugin of lib/trainer is: its Trainer, with a StepTimes in place of its Throughput."""
+
+    def __init__(self, plugin: Any):
+        class Trainer(plugin.Trainer):
+            def __init__(self, args: Namespace, world: World, *parts: Any):
+                super().__init__(args, world, *parts)
+                self.rate = StepTimes(self.total_steps, self.state, world, args)
+                self.of_base["rate"] = id(self.rate)
+
+            def train_step(self, batches: Iterator) -> None:
+                super().train_step(batches)
+                self.rate.mark("optimizer")
+
+            def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
+                super().backward(loss, micro_batch, count)
+                self.rate.mark("forward_backward")
+                if micro_batch.last:
+                    self.rate.count()
+
+            def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
+                self.rate.mark("communication")
+                super().divide_gradients(total, micro_batch)
+
+        self.Trainer = Trainer
+
+
+class StepTimes(Throughput):
+    """A Throughput that also measures the phases of a step, as `mark` is called at the end of each."""
+
+    def __init__(self, total_steps: int, state: Any, world: World, args: Namespace):
+        super().__init__(total_steps, state, world.device)
+        self.marks: list[tuple[str, Any]] = []  # the end of each phase since the last log line
+        self.peak = peak_flops(args, world.device) * world.size
+        self.counter = FlopCounterMode(display=False) if self.peak and not args.compile else None
+        self.samples, self.flops_per_sample = 0, 0.0  # counted in this start's first step
+        if not self.counter:
+            why = "compiled code is not counted" if args.compile else "give -peak_tflops, of this device"
+            log.info("-step_times: no MFU: %s", why)
+
+    def time_data_loading(self, batches: Iterable) -> Iterator:
+        """Yield an epoch's batches, as Throughput does, and mark the waiting for each."""
+        timed = super().time_data_loading(batches)
+        while True:
+            self.mark("")
+            item = next(timed, None)
+            self.mark("data")
+            if item is None:
+                return
+            if self.counter:
+                self.samples += len(item[0].indices)
+                if item[0].first:
+                    self.counter.__enter__()
+            yield item
+
+    def count(self) -> None:
+        """Note how many operations the passes of the first step took."""
+        if self.counter:
+            self.counter.__exit__(None, None, None)
+            self.flops_per_sample, self.counter = self.counter.get_total_flops() / self.samples, None
+
+    def mark(self, phase: str) -> None:
+        """Note that a phase of a step ends here, "" for any other time."""
+        if self.device.type == "cuda":
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        else:
+            moment = time.monotonic()
+        self.marks.append((phase, moment))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the time of the interval."""
+        self.mark("")
+        with super().paused():
+            yield
+        self.mark(PAUSE)
+
+    def interval(self, state: Any) -> dict[str, float]:
+        """Return Throughput's figures, the shares of the phases, and the MFU if it is known."""
+        figures, seconds = super().interval(state), Counter()
+        self.mark("")
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        for (_, begin), (phase, end) in itertools.pairwise(self.marks):
+            seconds[phase] += begin.elapsed_time(end) if self.device.type == "cuda" else end - begin
+        self.marks = self.marks[-1:]
+        total = max(seconds.total() - seconds[PAUSE], 1e-9)
+        for phase in PHASES:
+            figures[f"{phase}_share"] = seconds[phase] / total
+        if self.flops_per_sample:
+            figures["mfu_share"] = self.flops_per_sample * figures["samples_per_s"] / self.peak
+        return figures
+
+
+def peak_flops(args: Namespace, device: torch.device) -> float:
+    """Return the most operations a second of a device, by -peak_tflops, else by its name; 0 if unknown."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = [tflops for card, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{card}\b", name)]
+    return 1e12 * (args.peak_tflops or (known[0] if known else 0))
