@@ -1,9 +1,10 @@
 """Packs class folders into tar shards for -dataset tar: python scripts/pack.py data/photos -o data/shards.
 
-Files go in as they are; with -resize N as JPEGs whose shorter side has N pixels, upright. Each split is in an order
-drawn once, so that programs that read shards from front to back see the classes mixed. The same files give the same
-bytes. Shards are whole or absent: killed, the same command goes on. DIR/pack.json says what they are of: with other
-files or flags an empty folder is needed.
+Files go in as they are; with -resize N as JPEGs whose shorter side has N pixels, upright. -dataset NAME packs what
+another file in lib/dataset gives, without augmentation. Each split is in an order drawn once, so that programs that
+read shards from front to back see the classes mixed. The same files give the same bytes. Shards are whole or absent:
+killed, the same command goes on. DIR/pack.json says what they are of: with other files or flags an empty folder is
+needed.
 """
 
 import argparse
@@ -13,30 +14,110 @@ import io
 import json
 import os
 import random
+import shlex
 import sys
 import tarfile
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps
+from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib import config
+from lib.config import Args, plugins
 from lib.dataset import folder
-from lib.utils import files
+from lib.utils import files, seeding
 from lib.utils.checkpoint import atomic
-from lib.utils.data import photos
+from lib.utils.data import fingerprint, loader, photos
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError, printable
 from scripts import tar_index
 
 RECORD, SPLITS = "pack.json", ("train", "val", "test")
-Sample = tuple[str, str, int]  # path of an image, its key, its class
+Files = dict[str, bytes]  # of a sample, by their endings
+
+
+class Photos:
+    """The images of class folders as files: FOLDER/SPLIT/CLASS/*. Raises UsageError as -dataset folder does."""
+
+    def __init__(self, data: Path, split: str, names: list[str]):
+        others: Counter[str] = Counter()
+        flags = argparse.Namespace(data=str(data), image_size=224, channels=3, augment=False)  # only to find them
+        self.data, self.samples = data, folder.find_images(flags, split, names, others).files
+        if others:
+            print(f"{data / split}: {photos.describe(others)}", file=sys.stderr)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> Files:
+        """Return the image's bytes, and its class."""
+        file, label = self.samples[index]
+        with files.open_regular(Path(file), "rb", follow=True) as opened:
+            return {Path(file).suffix.lower()[1:]: opened.read(), "cls": str(label).encode()}
+
+    def name(self, index: int) -> str:
+        """Return where a sample is, for messages."""
+        return self.samples[index][0]
+
+    def bytes(self) -> int:
+        """Return the size of all."""
+        return sum(Path(file).stat().st_size for file, _ in self.samples)
+
+    def digest(self) -> str:
+        """Return a digest of all names, sizes and classes."""
+        facts = [
+            (os.fsencode(os.path.relpath(one, self.data)), Path(one).stat().st_size, n) for one, n in self.samples
+        ]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+class Samples:
+    """The samples of a split of any -dataset as files: each part of one has the ending of its type."""
+
+    def __init__(self, part: Any, split: str, args: Args):
+        self.part, self.split, self.seed = part, split, args.seed
+        self.facts = fingerprint.describe({"train": part}, args, World())
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def read(self, index: int) -> Files:
+        """Return the parts of a sample. Raises UsageError for one that is nothing that a file can hold."""
+        seeding.seed(seeding.SAMPLE, self.seed, 0, index)
+        sample = self.part[index]
+        named = sample.items() if isinstance(sample, Mapping) else enumerate(sample)
+        found: Files = {}
+        for name, value in named if isinstance(sample, Mapping | tuple | list) else [(0, sample)]:
+            ending, data = encode(value, self.name(index))
+            found[f"{name}.{ending}" if ending in found else ending] = data
+        return found
+
+    def name(self, index: int) -> str:
+        """Return where a sample is, for messages."""
+        return f"sample {index} of {self.split}"
+
+    def bytes(self) -> int:
+        """Return about the size of all, by some of them."""
+        some = range(0, len(self), -(-len(self) // 100))
+        return sum(len(data) for index in some for data in self.read(index).values()) * len(self) // len(some)
+
+    def digest(self) -> str:
+        """Return what a run knows of these samples."""
+        return hashlib.sha256(repr(self.facts).encode()).hexdigest()
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with train/CLASS/*.jpg, val/CLASS/*.jpg")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", help="train/CLASS/*.jpg, val/CLASS/*.jpg")
+    parser.add_argument("-dataset", metavar="NAME", help="instead of FOLDER: what this file in lib/dataset gives")
+    parser.add_argument("-flags", default="", metavar="FLAGS", help="its flags, as '-data DIR -image_size 64'")
     parser.add_argument("-o", type=Path, required=True, metavar="DIR", help="where the shards go")
     parser.add_argument("-resize", type=int, metavar="N", help="pixels of the shorter side; smaller images stay")
     parser.add_argument("-quality", type=int, metavar="Q", help="of JPEGs under -resize, 1 to 100 (90)")
@@ -50,15 +131,35 @@ def main(argv: list[str] | None = None) -> int:
     if args.shard_mb < 1 or (args.resize is not None and args.resize < 1) or not 1 <= args.quality <= 100:
         parser.error("-shard_mb and -resize are 1 or more, and -quality is 1 to 100")
     try:
-        pack_all(args)
+        endings = pack_all(args)
     except (UsageError, OSError) as error:
         parser.exit(2, printable(f"pack.py: {error}\n"))
-    print(printable(f"{args.o}: python train.py -dataset tar -data {args.o}"))
+    hint = f"python train.py -dataset tar -data {args.o}"
+    if not endings & {*tar_index.IMAGES} or "cls" not in endings:
+        hint = f"samples have {', '.join(sorted(endings))}: a subclass of Shards reads them (docs/data.md)"
+    print(printable(f"{args.o}: {hint}"))
     return 0
 
 
-def pack_all(args: argparse.Namespace) -> None:
-    """Write the shards of all splits. Raises UsageError, or OSError."""
+def pack_all(args: argparse.Namespace) -> set[str]:
+    """Write the shards of all splits. Returns the endings of a sample's files. Raises UsageError, or OSError."""
+    if bool(args.folder) == bool(args.dataset) or (args.flags and args.folder):
+        raise UsageError("give either FOLDER or -dataset, which may have -flags")
+    sources, names = open_dataset(args) if args.dataset else open_folder(args)
+    counts = {split: shard_count(source, args.shard_mb) for split, source in sources.items()}
+    args.o.mkdir(parents=True, exist_ok=True)
+    check_folder(args, sources, counts)
+    atomic.sweep(args.o, (*(f"{split}-" for split in SPLITS), "classes.txt.", RECORD))
+    if names:
+        atomic.write_file(args.o / "classes.txt", "".join(f"{tar_index.one_line(name)}\n" for name in names))
+    convert = functools.partial(resize, size=args.resize, quality=args.quality) if args.resize else None
+    for split, source in sources.items():
+        pack(split, source, args.o, counts[split], convert)
+    return {*sources["train"].read(0)}
+
+
+def open_folder(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the splits of class folders, and the names of the classes."""
     for split in SPLITS:
         if (args.folder / split).resolve() in (args.o.resolve(), *args.o.resolve().parents):
             raise UsageError(
@@ -66,25 +167,24 @@ def pack_all(args: argparse.Namespace) -> None:
             )
     names = folder.class_names(str(args.folder))
     there = [split for split in SPLITS if split == "train" or (args.folder / split).is_dir()]
-    samples = {split: find_samples(args.folder, split, names) for split in there}
-    counts = {split: shard_count(some, args.shard_mb) for split, some in samples.items()}
-    args.o.mkdir(parents=True, exist_ok=True)
-    check_folder(args, samples, counts)
-    atomic.sweep(args.o, (*(f"{split}-" for split in SPLITS), "classes.txt.", RECORD))
-    atomic.write_file(args.o / "classes.txt", "".join(f"{tar_index.one_line(name)}\n" for name in names))
-    convert = functools.partial(resize, size=args.resize, quality=args.quality) if args.resize else None
-    for split, some in samples.items():
-        pack(split, some, args.o, counts[split], convert)
+    return {split: Photos(args.folder, split, names) for split in there}, names
 
 
-def check_folder(args: argparse.Namespace, samples: dict[str, list[Sample]], counts: dict[str, int]) -> None:
+def open_dataset(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the splits of a -dataset without augmentation, and the names of the classes, if it has them."""
+    words = ["-dataset", args.dataset, *shlex.split(args.flags), "-augment", "no", "-shuffle", "no"]
+    flags = config.parse_args(words)
+    parts = loader.splits(plugins.load("dataset", flags.dataset).get_dataset(flags), flags.dataset)
+    if odd := parts.keys() - {*SPLITS}:
+        raise UsageError(f"-dataset {args.dataset} has {', '.join(sorted(odd))}: shards are of {', '.join(SPLITS)}")
+    sources = {split: Samples(part, split, flags) for split, part in parts.items()}
+    return sources, sources["train"].facts["classes"]
+
+
+def check_folder(args: argparse.Namespace, sources: dict[str, Any], counts: dict[str, int]) -> None:
     """Raise UsageError if DIR has shards of other files or flags than those that it is for, by DIR/pack.json."""
-    digest = hashlib.sha256()
-    for split, some in samples.items():
-        for file, _, label in some:
-            name = os.fsencode(os.path.relpath(file, args.folder))
-            digest.update(repr((split, name, Path(file).stat().st_size, label)).encode())
-    facts = {"files": digest.hexdigest(), "shards": counts, "resize": args.resize, "quality": args.quality}
+    digests = {split: source.digest() for split, source in sources.items()}
+    facts = {"files": digests, "shards": counts, "resize": args.resize, "quality": args.quality}
     record, text = args.o / RECORD, json.dumps(facts, indent=1) + "\n"
     before = record.read_text() if record.exists() else None
     shards = {shard.name for split in SPLITS for shard in args.o.glob(f"{split}*.tar")}
@@ -95,56 +195,73 @@ def check_folder(args: argparse.Namespace, samples: dict[str, list[Sample]], cou
     atomic.write_file(record, text)
 
 
-def find_samples(data: Path, split: str, names: list[str]) -> list[Sample]:
-    """Return the images of a split, in an order that is drawn once; print which files are left out.
+def encode(value: Any, place: str) -> tuple[str, bytes]:
+    """Return the ending and the bytes of a file for a part of a sample.
 
-    Raises UsageError for a class that -dataset folder would not take.
+    An image, also one of bytes (C, H, W) with one or three channels, is a png; a whole number a cls; a text a txt;
+    bytes a bin; any other array a npy; dicts and lists json. Raises UsageError for anything else.
     """
-    others: Counter[str] = Counter()
-    flags = argparse.Namespace(data=str(data), image_size=224, channels=3, augment=False)  # only to find them
-    samples = folder.find_images(flags, split, names, others).files
-    if others:
-        print(f"{data / split}: {photos.describe(others)}", file=sys.stderr)
-    random.Random(0).shuffle(samples)
-    return [(file, f"{number:08d}", label) for number, (file, label) in enumerate(samples)]
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        try:
+            value = np.asarray(value)
+        except (TypeError, RuntimeError) as error:  # as of bfloat16
+            raise UsageError(f"{place} has a tensor that no file can hold ({error})") from None
+        if value.dtype == np.uint8 and value.ndim == 3 and len(value) in (1, 3):
+            value = Image.fromarray(value[0] if len(value) == 1 else np.moveaxis(value, 0, 2))
+        elif value.ndim == 0 and value.dtype.kind in "iu":
+            value = int(value)
+    written = io.BytesIO()
+    if isinstance(value, Image.Image):
+        ImageOps.exif_transpose(value).save(written, "PNG")
+        return "png", written.getvalue()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "cls", str(value).encode()
+    if isinstance(value, str | bytes):
+        return ("txt", value.encode()) if isinstance(value, str) else ("bin", value)
+    if isinstance(value, np.ndarray | float) and np.asarray(value).dtype != object:
+        np.save(written, value, allow_pickle=False)
+        return "npy", written.getvalue()
+    try:
+        return "json", json.dumps(value).encode()
+    except (TypeError, ValueError):
+        raise UsageError(f"{place} has a {type(value).__name__}, which no file of a shard can hold") from None
 
 
 def shard_name(split: str, number: int, count: int) -> str:
     return f"{split}-{number:05d}-of-{count:05d}.tar"
 
 
-def pack(split: str, samples: list[Sample], out: Path, count: int, convert) -> None:
-    """Write the shards of a split that are not there yet, each with equally many samples."""
+def pack(split: str, source: Any, out: Path, count: int, convert) -> None:
+    """Write the shards of a split that are not there yet, each with equally many samples, in an order drawn once."""
     pause = 0.1 if sys.stderr.isatty() else tar_index.QUIET_S
     tqdm.monitor_interval = 0  # no thread that redraws
-    bar = tqdm(total=len(samples), desc=split, unit="image", mininterval=pause, maxinterval=pause, delay=pause)
+    bar = tqdm(total=len(source), desc=split, unit="sample", mininterval=pause, maxinterval=pause, delay=pause)
+    order = [*range(len(source))]
+    random.Random(0).shuffle(order)
     for number in range(count):
-        part = samples[number * len(samples) // count : (number + 1) * len(samples) // count]
+        places = range(number * len(order) // count, (number + 1) * len(order) // count)
         shard = out / shard_name(split, number, count)
         if not shard.exists():
             with atomic.new_version(shard) as partial:
-                verify(partial, write(partial, part, convert))
-        bar.update(len(part))
+                verify(partial, write(partial, source, {f"{place:08d}": order[place] for place in places}, convert))
+        bar.update(len(places))
     bar.close()
 
 
-def shard_count(samples: list[Sample], shard_mb: int) -> int:
+def shard_count(source: Any, shard_mb: int) -> int:
     """Return how many shards the files of the samples fill."""
-    total = sum(Path(file).stat().st_size for file, _, _ in samples)
-    return max(1, min(len(samples), round(total / (shard_mb << 20))))
+    return max(1, min(len(source), round(source.bytes() / (shard_mb << 20))))
 
 
-def write(shard: Path, samples: list[Sample], convert) -> list[int]:
-    """Write a shard. Returns the checksum of each file in it."""
+def write(shard: Path, source: Any, keys: dict[str, int], convert) -> list[int]:
+    """Write a shard with the samples of some indices, by their keys. Returns the checksum of each file in it."""
     checksums = []
     with tarfile.open(shard, "x", format=tarfile.USTAR_FORMAT) as tar:
-        for file, key, label in samples:
-            with files.open_regular(Path(file), "rb", follow=True) as opened:
-                image, ending = opened.read(), Path(file).suffix.lower()
-            if convert:
-                image, ending = convert(file, image), ".jpg"
-            for name, data in ((f"{key}{ending}", image), (f"{key}.cls", str(label).encode())):
-                member = tarfile.TarInfo(name)
+        for key, index in keys.items():
+            for ending, data in source.read(index).items():
+                if convert and ending in tar_index.IMAGES:
+                    data, ending = convert(source.name(index), data), "jpg"
+                member = tarfile.TarInfo(f"{key}.{ending}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
                 checksums.append(zlib.crc32(data))

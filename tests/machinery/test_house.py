@@ -97,7 +97,7 @@ def test_the_map_lists_each_file_of_the_template_once():
 
 
 PROBE = """
-import importlib, json, logging, os, random, signal, sys, threading, time
+import importlib, json, logging, os, random, signal, sys, threading
 import numpy, PIL.Image, safetensors, torch, torch.distributed.tensor, torchvision, yaml
 
 done = []
@@ -113,13 +113,12 @@ def state():
             [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())], str(sys.excepthook),
             torch.cuda.is_initialized(), torch.is_grad_enabled(), str(torch.get_default_dtype())]
 
-before, known, start = state(), set(sys.modules), time.process_time()
+before, known = state(), set(sys.modules)
 sys.addaudithook(watch)
 for name in sys.argv[1:]:
     importlib.import_module(name)
-seconds = time.process_time() - start
 heavy = {"sklearn", "submitit", "pyngrok", "tqdm", "tensorboard", "torch.utils.tensorboard"} & {*sys.modules} - known
-print(json.dumps([done, sorted(heavy), [[old, new] for old, new in zip(before, state()) if old != new], seconds]))
+print(json.dumps([done, sorted(heavy), [[old, new] for old, new in zip(before, state()) if old != new]]))
 """
 
 
@@ -129,7 +128,5 @@ def test_importing_a_module_does_nothing(tmp_path):
     probe = [sys.executable, "-B", "-c", PROBE, *modules]
     env = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)}
     answer = subprocess.run(probe, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=env, check=True)
-    actions, heavy, changed, seconds = json.loads(answer.stdout)
-    assert (actions, heavy, changed) == ([], [], [])
-    assert seconds < 5, "of CPU time, without torch and torchvision"
+    assert json.loads(answer.stdout) == [[], [], []]
     assert not list(tmp_path.iterdir()) and not answer.stderr

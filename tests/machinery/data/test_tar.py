@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import tiny_data
 import torch
+from items import Items
 from PIL import Image
 from runs import plugins, run, same_tensors, weights
 from tars import jpeg, pairs, write
+from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
 from lib import config
@@ -320,6 +322,25 @@ def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_pa
     assert not list((tmp_path / "b").glob("*.tar"))
     monkeypatch.setattr(pack, "shard_count", lambda *_: 2)
     assert "take an empty folder" in script_error(pack, photos, "-o", tmp_path / "a")
+
+
+def test_the_samples_of_any_dataset_are_packed_by_their_types(tmp_path, script_error, capsys):
+    images = torch.randint(256, (5, 3, 9, 8), dtype=torch.uint8)
+    parts = {"train": Items([*zip(images, range(5))], classes="abcde"), "val": Items([(Image.new("L", (9, 9)), 1)])}
+    odd = {"a": torch.ones(2), "b": 0.5, "c": "text", "d": ["x", 1], "e": b"1"}
+    given = {"any": parts, "odd": Items([odd] * 2), "bad": Items([{"a": torch.ones(1).bfloat16()}])}
+    with plugins(dataset={name: lambda args, part=part: part for name, part in given.items()}):
+        pack.main(["-dataset", "any", "-flags=-seed 3", "-o", str(tmp_path / "any")])
+        found = dataset(tmp_path / "any")
+        assert found["val"].read(0)[1].keys() == {"png", "cls"} and found["train"].classes == [*"abcde"]
+        for _, one in map(found["train"].read, range(5)):
+            assert torch.equal(pil_to_tensor(Image.open(io.BytesIO(one["png"]))), images[int(one["cls"])])
+        pack.main(["-dataset", "odd", "-o", str(tmp_path / "odd")])
+        assert "samples have b.npy, bin, json, npy, txt: a subclass of Shards reads" in capsys.readouterr().out
+        assert "sample 0 of train has a tensor that no file can hold" in script_error(
+            pack, "-dataset", "bad", "-o", tmp_path / "x"
+        )
+        assert "give either" in script_error(pack, "x", "-dataset", "odd", "-o", tmp_path / "x")
 
 
 PACK = {  # what is odd, and the message

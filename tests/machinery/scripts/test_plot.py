@@ -1,11 +1,12 @@
 """scripts/plot.py draws the logged metrics, and marks where runs resumed."""
 
+import needs
 import pytest
 from runs import run
 
 from scripts import plot, reading
 
-NEEDED = "needs uv pip install -r pyproject.toml --group plot"
+pytestmark = needs.require_package("matplotlib", "plot")
 FLAGS = "-cpu 1 -arch mlp -epochs 3 -log_every 5"
 
 
@@ -18,7 +19,6 @@ def two_runs(tmp_path_factory):
 
 
 def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
-    pytest.importorskip("matplotlib", reason=NEEDED)
     lines = {folder: reading.lines(folder) for folder in two_runs}
     figure = plot.draw(lines)
     titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
@@ -35,7 +35,6 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
 
 
 def test_21_runs_differ_and_more_are_named_as_left_out(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason=NEEDED)
     runs = [tmp_path / f"{'long_' * 18}{number:02}" for number in range(23)]
     for run_folder in runs:
         run_folder.mkdir()

@@ -428,7 +428,6 @@ def with_buffer(made):
         (nn.Parameter(torch.empty(4, device="meta")), "1.mask has no values yet"),
         (nn.UninitializedParameter(), "1.mask has no values yet"),
     ],
-    ids=["expanded", "sparse", "complex", "expanded parameter", "meta", "lazy"],
 )
 def test_tensors_that_no_checkpoint_can_hold_are_refused_by_name(made, message, cpu, refused):
     with plugins(arch={"odd": lambda args: with_buffer(made)}):
