@@ -21,7 +21,10 @@ LONGEST = """page_files page_commands slurm elastic stops sweep gpu trackers che
     exact edits storage_faults config trainer_state train""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
+    test_a_model_that_get_model_compiles_has_its_own_names_and_signature
+    test_a_run_from_imagenet_weights_has_a_new_head_and_needs_the_file_only_once
     test_caches_are_set_before_torch_is_imported
+    test_gradients_that_travel_in_many_chunks_and_slices_have_the_same_bits
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
     test_whatever_has_a_state_resumes_exactly
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled

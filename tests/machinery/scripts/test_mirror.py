@@ -185,7 +185,8 @@ class Faulty(MemoryFileSystem):
         return file
 
 
-def test_what_a_store_loses_or_changes_is_copied_again(copy, tmp_path):
+def test_what_a_store_loses_or_changes_is_copied_again(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "PAUSES_S", [0.0] * 5)
     fsspec.register_implementation("faulty", Faulty)
     follower = mirror.Follower(copy, mirror.Place("faulty://runs", copy.name), "run")
     next((copy / "checkpoints").glob("*step_12/shard_*")).write_bytes(b"damaged on disk")

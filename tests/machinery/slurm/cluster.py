@@ -137,18 +137,13 @@ class Cluster:
     def wait_for_end(self, job: str, limit: float = LIMIT) -> dict[str, str]:
         """Wait until a job is over, for at most `limit` seconds, and return its fields."""
         unfinished = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
-        until(
-            lambda: self.job(job)["JobState"] not in unfinished, limit, lambda: f"job {job}:\n{self.logs(job)}", 0.2
-        )
+        found = lambda: f"{self.job(job)}\n{_texts(*self.out.glob(f'*/slurm/{job}_*.out'))}"  # noqa: E731
+        until(lambda: self.job(job)["JobState"] not in unfinished, limit, found, 0.2)
         return self.job(job)
 
     def wait_until_it_trains(self, name: str, step: int = 1):
         """Wait until a run has logged this step."""
         until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.log(name))
-
-    def logs(self, job: str) -> str:
-        """All output of a job, and what Slurm says of it."""
-        return _texts(*self.out.glob(f"*/slurm/{job}_*.out")) + self.run("scontrol", "show", "job", job)
 
     def log(self, name: str):
         """A function that returns all output of a run's jobs."""
