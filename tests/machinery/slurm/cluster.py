@@ -42,7 +42,7 @@ def add_args(parser):
     parser.add_argument("-slow_s", type=float, default=0.02, help="seconds a micro-batch takes")
     parser.add_argument("-slow_deadly", type=int, default=0, help="micro-batches before it kills itself")
     parser.add_argument("-slow_lost", type=int, default=0, help="micro-batches before rank 1 kills itself, once")
-    parser.add_argument("-slow_wait", type=int, default=0, help="micro-batches before it waits for the file OUT/go")
+    parser.add_argument("-slow_wait", type=int, default=0, help="readings before it waits for the file OUT/go")
 
 
 class Slow(Tensors):

@@ -83,7 +83,7 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
 
 def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals, out):
     """One run is submitted by -slurm, one by the sbatch file with torchrun; each waits for the other one's start."""
-    wait = f"{LONG} -slow_wait 9"
+    wait = f"{LONG} -slow_wait 21"  # 12 readings at the start, and 9 in the training
     log = f"--output={out}/by_file.log"
     flags = f"-dataset slow -cpu 1 {wait} -out {out} -model by_file".split()
     command = "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch"
