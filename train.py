@@ -49,7 +49,7 @@ def train(args: config.Args) -> int:
         loss = run.prepare(losses.get_loss(args))
         optimizers = optimizer.get_optimizers(model, loss, args)
         loaders, logger = run.begin()  # nothing was written before
-        if args.step_times:
+        if args.step_times or args.peak_tflops:
             trainers = load_optional("scripts.step_times", "-step_times").Timed(trainers)
         trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
         if args.eval:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lib.utils.data.plan import MicroBatch
@@ -41,18 +41,17 @@ class Timed:
         class Trainer(plugin.Trainer):
             def __init__(self, args: Namespace, world: World, *parts: Any):
                 super().__init__(args, world, *parts)
-                self.rate = StepTimes(self.total_steps, self.state, world, args)
+                self.rate = StepTimes(self, args, world)
                 self.of_base["rate"] = id(self.rate)
 
             def train_step(self, batches: Iterator) -> None:
-                super().train_step(batches)
+                with self.rate.counting():
+                    super().train_step(batches)
                 self.rate.mark("optimizer")
 
             def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
                 super().backward(loss, micro_batch, count)
                 self.rate.mark("forward_backward")
-                if micro_batch.last:
-                    self.rate.count()
 
             def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
                 self.rate.mark("communication")
@@ -64,36 +63,43 @@ class Timed:
 class StepTimes(Throughput):
     """A Throughput that also measures the phases of a step, as `mark` is called at the end of each."""
 
-    def __init__(self, total_steps: int, state: Any, world: World, args: Namespace):
-        super().__init__(total_steps, state, world.device)
+    def __init__(self, trainer: Any, args: Namespace, world: World):
+        super().__init__(trainer.total_steps, trainer.state, world.device)
         self.marks: list[tuple[str, Any]] = []  # the end of each phase since the last log line
         self.peak = peak_flops(args, world.device) * world.size
-        self.counter = FlopCounterMode(display=False) if self.peak and not args.compile else None
-        self.samples, self.flops_per_sample = 0, 0.0  # counted in this start's first step
-        if not self.counter:
-            why = "compiled code is not counted" if args.compile else "give -peak_tflops, of this device"
-            log.info("-step_times: no MFU: %s", why)
+        self.counter, self.is_counted = FlopCounterMode(display=False), False
+        self.flops = self.samples = 0  # of this start's first step
+        self.why_not = ""  # there is no MFU
+        if not self.peak:
+            self.why_not = "give -peak_tflops, of this device"
+        elif args.compile or any(map(is_compiled, trainer.model.modules())):
+            self.why_not = "the operations of compiled code cannot be counted"
+        elif args.recompute:
+            self.why_not = "under -recompute some operations would count twice"
+        if self.why_not and world.is_main:
+            log.info("-step_times: no MFU: %s", self.why_not)
 
     def time_data_loading(self, batches: Iterable) -> Iterator:
         """Yield an epoch's batches, as Throughput does, and mark the waiting for each."""
-        timed = super().time_data_loading(batches)
+        timed, self.marks = super().time_data_loading(batches), []  # what lies before an epoch is no step's
         while True:
             self.mark("")
             item = next(timed, None)
             self.mark("data")
             if item is None:
                 return
-            if self.counter:
-                self.samples += len(item[0].indices)
-                if item[0].first:
-                    self.counter.__enter__()
+            self.samples += 0 if self.is_counted else len(item[0].indices)
             yield item
 
-    def count(self) -> None:
-        """Note how many operations the passes of the first step took."""
-        if self.counter:
-            self.counter.__exit__(None, None, None)
-            self.flops_per_sample, self.counter = self.counter.get_total_flops() / self.samples, None
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the operations of the block, if it is the first step of this start."""
+        if self.is_counted or self.why_not:
+            yield
+            return
+        with self.counter:
+            yield
+        self.flops, self.is_counted = self.flops + self.counter.get_total_flops(), True
 
     def mark(self, phase: str) -> None:
         """Note that a phase of a step ends here, "" for any other time."""
@@ -106,10 +112,13 @@ class StepTimes(Throughput):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block out of the time of the interval."""
+        """Leave the block out of the time of the interval, and its operations out of those of the step."""
         self.mark("")
+        before = self.counter.get_total_flops()
         with super().paused():
             yield
+        if not self.is_counted:
+            self.flops += before - self.counter.get_total_flops()
         self.mark(PAUSE)
 
     def interval(self, state: Any) -> dict[str, float]:
@@ -124,9 +133,15 @@ class StepTimes(Throughput):
         total = max(seconds.total() - seconds[PAUSE], 1e-9)
         for phase in PHASES:
             figures[f"{phase}_share"] = seconds[phase] / total
-        if self.flops_per_sample:
-            figures["mfu_share"] = self.flops_per_sample * figures["samples_per_s"] / self.peak
+        if self.is_counted and self.samples:
+            figures["mfu_share"] = self.flops / self.samples * figures["samples_per_s"] / self.peak
         return figures
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has taken a module, or its forward."""
+    compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def peak_flops(args: Namespace, device: torch.device) -> float:
