@@ -14,6 +14,7 @@ import io
 import json
 import os
 import random
+import re
 import shlex
 import sys
 import tarfile
@@ -31,6 +32,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import Args, plugins
+from lib.core import loss as losses
 from lib.dataset import folder
 from lib.utils import files, seeding
 from lib.utils.checkpoint import atomic
@@ -92,11 +94,17 @@ class Samples:
         """Return the parts of a sample. Raises UsageError for one that is nothing that a file can hold."""
         seeding.seed(seeding.SAMPLE, self.seed, 0, index)
         sample = self.part[index]
-        named = sample.items() if isinstance(sample, Mapping) else enumerate(sample)
+        parts = sample if isinstance(sample, Mapping | tuple | list) else [sample]
+        named = dict(parts if isinstance(parts, Mapping) else enumerate(parts))
+        target = next((name for name in (*losses.TARGETS, "cls", len(named) - 1) if name in named), None)
         found: Files = {}
-        for name, value in named if isinstance(sample, Mapping | tuple | list) else [(0, sample)]:
+        for name, value in named.items():
             ending, data = encode(value, self.name(index))
-            found[f"{name}.{ending}" if ending in found else ending] = data
+            if ending == "cls" and name == target and data.startswith(b"-"):
+                raise UsageError(f"{self.name(index)} has the class {data.decode()}: numbers from 0 are needed")
+            if ending in found or (ending == "cls" and name != target):  # another number is no class
+                ending = f"{re.sub(r'[^A-Za-z0-9_]', '_', str(name))[:32]}.{ending}"
+            found[ending] = data
         return found
 
     def name(self, index: int) -> str:
@@ -201,30 +209,27 @@ def encode(value: Any, place: str) -> tuple[str, bytes]:
     An image, also one of bytes (C, H, W) with one or three channels, is a png; a whole number a cls; a text a txt;
     bytes a bin; any other array a npy; dicts and lists json. Raises UsageError for anything else.
     """
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        try:
-            value = np.asarray(value)
-        except (TypeError, RuntimeError) as error:  # as of bfloat16
-            raise UsageError(f"{place} has a tensor that no file can hold ({error})") from None
-        if value.dtype == np.uint8 and value.ndim == 3 and len(value) in (1, 3):
-            value = Image.fromarray(value[0] if len(value) == 1 else np.moveaxis(value, 0, 2))
-        elif value.ndim == 0 and value.dtype.kind in "iu":
-            value = int(value)
     written = io.BytesIO()
-    if isinstance(value, Image.Image):
-        ImageOps.exif_transpose(value).save(written, "PNG")
-        return "png", written.getvalue()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return "cls", str(value).encode()
-    if isinstance(value, str | bytes):
-        return ("txt", value.encode()) if isinstance(value, str) else ("bin", value)
-    if isinstance(value, np.ndarray | float) and np.asarray(value).dtype != object:
-        np.save(written, value, allow_pickle=False)
-        return "npy", written.getvalue()
     try:
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            value = np.asarray(value)
+            if value.dtype == np.uint8 and value.ndim == 3 and len(value) in (1, 3):
+                value = Image.fromarray(value[0] if len(value) == 1 else np.moveaxis(value, 0, 2))
+            elif value.ndim == 0 and value.dtype.kind in "iu":
+                value = int(value)
+        if isinstance(value, Image.Image):
+            value.save(written, "PNG")  # as it is: without what a camera says of its orientation
+            return "png", written.getvalue()
+        if isinstance(value, int) and not isinstance(value, bool):
+            return "cls", str(value).encode()
+        if isinstance(value, str | bytes):
+            return ("txt", value.encode()) if isinstance(value, str) else ("bin", value)
+        if isinstance(value, np.ndarray | float):
+            np.save(written, value, allow_pickle=False)
+            return "npy", written.getvalue()
         return "json", json.dumps(value).encode()
-    except (TypeError, ValueError):
-        raise UsageError(f"{place} has a {type(value).__name__}, which no file of a shard can hold") from None
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"{place} has a {type(value).__name__} that no file of a shard holds: {error}") from None
 
 
 def shard_name(split: str, number: int, count: int) -> str:

@@ -327,7 +327,7 @@ def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_pa
 def test_the_samples_of_any_dataset_are_packed_by_their_types(tmp_path, script_error, capsys):
     images = torch.randint(256, (5, 3, 9, 8), dtype=torch.uint8)
     parts = {"train": Items([*zip(images, range(5))], classes="abcde"), "val": Items([(Image.new("L", (9, 9)), 1)])}
-    odd = {"a": torch.ones(2), "b": 0.5, "c": "text", "d": ["x", 1], "e": b"1"}
+    odd = {"a": torch.ones(2), "b/": 0.5, "c": "text", "d": ["x", 1], "e": b"1", "id": 7}
     given = {"any": parts, "odd": Items([odd] * 2), "bad": Items([{"a": torch.ones(1).bfloat16()}])}
     with plugins(dataset={name: lambda args, part=part: part for name, part in given.items()}):
         pack.main(["-dataset", "any", "-flags=-seed 3", "-o", str(tmp_path / "any")])
@@ -336,10 +336,10 @@ def test_the_samples_of_any_dataset_are_packed_by_their_types(tmp_path, script_e
         for _, one in map(found["train"].read, range(5)):
             assert torch.equal(pil_to_tensor(Image.open(io.BytesIO(one["png"]))), images[int(one["cls"])])
         pack.main(["-dataset", "odd", "-o", str(tmp_path / "odd")])
-        assert "samples have b.npy, bin, json, npy, txt: a subclass of Shards reads" in capsys.readouterr().out
-        assert "sample 0 of train has a tensor that no file can hold" in script_error(
-            pack, "-dataset", "bad", "-o", tmp_path / "x"
-        )
+        said = capsys.readouterr().out
+        assert "samples have b_.npy, bin, id.cls, json, npy, txt: a subclass of Shards reads" in said
+        said = script_error(pack, "-dataset", "bad", "-o", tmp_path / "x")
+        assert "sample 0 of train has a Tensor that no file of a shard holds" in said
         assert "give either" in script_error(pack, "x", "-dataset", "odd", "-o", tmp_path / "x")
 
 
