@@ -36,7 +36,7 @@ from lib.core import loss as losses
 from lib.dataset import folder
 from lib.utils import files, seeding
 from lib.utils.checkpoint import atomic
-from lib.utils.data import fingerprint, loader, photos
+from lib.utils.data import fetch, fingerprint, loader, photos
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError, printable
 from scripts import tar_index
@@ -86,6 +86,8 @@ class Samples:
     def __init__(self, part: Any, split: str, args: Args):
         self.part, self.split, self.seed = part, split, args.seed
         self.facts = fingerprint.describe({"train": part}, args, World())
+        if fingerprint.NEVER_THE_SAME in self.facts.values():
+            raise UsageError(f"the samples of {split} differ each time they are read: switch that off in -flags")
 
     def __len__(self) -> int:
         return len(self.part)
@@ -153,6 +155,8 @@ def pack_all(args: argparse.Namespace) -> set[str]:
     """Write the shards of all splits. Returns the endings of a sample's files. Raises UsageError, or OSError."""
     if bool(args.folder) == bool(args.dataset) or (args.flags and args.folder):
         raise UsageError("give either FOLDER or -dataset, which may have -flags")
+    if args.dataset and args.resize:
+        raise UsageError("-resize is for class folders: next to an image there may be a mask, or boxes")
     sources, names = open_dataset(args) if args.dataset else open_folder(args)
     counts = {split: shard_count(source, args.shard_mb) for split, source in sources.items()}
     args.o.mkdir(parents=True, exist_ok=True)
@@ -180,11 +184,16 @@ def open_folder(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def open_dataset(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return the splits of a -dataset without augmentation, and the names of the classes, if it has them."""
-    words = ["-dataset", args.dataset, *shlex.split(args.flags), "-augment", "no", "-shuffle", "no"]
-    flags = config.parse_args(words)
+    try:
+        words = shlex.split(args.flags)
+    except ValueError as error:
+        raise UsageError(f"-flags {args.flags}: {error}") from None
+    flags = config.parse_args([*words, "-dataset", args.dataset, "-augment", "no", "-shuffle", "no"])
     parts = loader.splits(plugins.load("dataset", flags.dataset).get_dataset(flags), flags.dataset)
     if odd := parts.keys() - {*SPLITS}:
         raise UsageError(f"-dataset {args.dataset} has {', '.join(sorted(odd))}: shards are of {', '.join(SPLITS)}")
+    if any(fetch.has_weights(part) or fetch.option(part, "sampler") is not None for part in parts.values()):
+        print("weights and samplers are not packed: each sample is, once", file=sys.stderr)
     sources = {split: Samples(part, split, flags) for split, part in parts.items()}
     return sources, sources["train"].facts["classes"]
 
