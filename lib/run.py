@@ -25,7 +25,14 @@ class Run:
     """What this process knows of its run before the training."""
 
     def __init__(self, args: Args, dataset: Any, stack: contextlib.ExitStack):
-        """Find out what the run is, by then nothing is written. Raises UsageError if it cannot be what the flags say."""
+        """Find out what the run is, by then nothing is written. Raises UsageError if it cannot be what the flags say.
+
+        1. Join the process group, and set up this process's device.
+        2. Lock the run's folder, unless this is -eval or -debug.
+        3. Find what its first start settled, and its newest good checkpoint.
+        4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
+        5. Set the number of threads, and compare flags and data with those before.
+        """
         self.args, self.stack, self.mirror = args, stack, None
         self.splits, self.skipped = loader.splits(dataset, args.dataset, args.overfit), {}
         watchdog.begin(distributed.rendezvous())

@@ -305,11 +305,7 @@ class Trainer:
             self.checkpoints.poll()
 
     def evaluate_and_save(self) -> None:
-        """Validate and save where this step calls for it.
-
-        The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
-        kill would lose it.
-        """
+        """Validate and save where this step calls for it: the log first, which a kill after the save would lose."""
         state = self.state
         state.epoch = state.step // self.plan.steps
         milestone = self.args.keep_every and self.is_due(f"{self.args.keep_every}epochs")
@@ -510,10 +506,9 @@ class Trainer:
                 tensor.copy_(values)
 
     def evaluate_test(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of the test split once the training is over: "test" with the final weights.
+        """Return the metrics of the test split once the training is over; {} before, or without a test split.
 
-        "test_best" are those with the best weights, if they are others. {} if the training is not over, or without a
-        test split.
+        "test" are those with the final weights, "test_best" with the best ones, if they are others.
         """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         if self.is_done() and (why := self.weights_fault()):
@@ -531,8 +526,7 @@ class Trainer:
     def finish(self, figures: dict[str, dict[str, float]] | None) -> str:
         """Save for the last time, and write the final weights of a finished run. `figures`: of `evaluate_test`.
 
-        Returns "finished" or "stopped"; or "failed" where a node of torchrun's is gone: the others then start the run
-        again on the remaining ones.
+        Returns "finished" or "stopped"; or "failed" if torchrun lost a node: it starts the run again on the others.
         """
         finished = self.is_done() and figures is not None
         if finished:

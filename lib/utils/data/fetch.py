@@ -211,7 +211,7 @@ class Fetch(Dataset):
 
 def begin_worker(parent: int, number: int) -> None:
     """End this worker process with its parent, at once, as torch (2.15) may not; note the files that it shares."""
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # that is, with the thread that started it: the main one
     if os.getppid() != parent:  # it was gone before that
         os._exit(FAILED)
     worker: Any = get_worker_info()
