@@ -42,6 +42,8 @@ def train(args: config.Args) -> int:
     with watchdog.watch(args.hang_minutes), contextlib.ExitStack() as stack:
         seeding.seed(seeding.MODEL, args.seed)  # a dataset may draw while it is built
         dataset, arch, trainers = plugins.load_chosen(args)
+        if args.step_times or args.peak_tflops:
+            trainers = load_optional("scripts.step_times", "-step_times").Timed(trainers)
         watchdog.begin(f"get_dataset of -dataset {args.dataset}")
         data = dataset.get_dataset(args)
         run = Run(args, data, stack)  # who this process is, the run's folder, its past, how its steps are cut
@@ -49,8 +51,6 @@ def train(args: config.Args) -> int:
         loss = run.prepare(losses.get_loss(args))
         optimizers = optimizer.get_optimizers(model, loss, args)
         loaders, logger = run.begin()  # nothing was written before
-        if args.step_times or args.peak_tflops:
-            trainers = load_optional("scripts.step_times", "-step_times").Timed(trainers)
         trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
         if args.eval:
             return EXIT_CODES[load_optional("scripts.evaluation", "-eval").evaluate(trainer)]

@@ -202,6 +202,7 @@ def check_folder(args: argparse.Namespace, sources: dict[str, Any], counts: dict
     """Raise UsageError if DIR has shards of other files or flags than those that it is for, by DIR/pack.json."""
     digests = {split: source.digest() for split, source in sources.items()}
     facts = {"files": digests, "shards": counts, "resize": args.resize, "quality": args.quality}
+    facts |= {"dataset": args.dataset, "flags": args.flags}
     record, text = args.o / RECORD, json.dumps(facts, indent=1) + "\n"
     before = record.read_text() if record.exists() else None
     shards = {shard.name for split in SPLITS for shard in args.o.glob(f"{split}*.tar")}

@@ -2,10 +2,11 @@
 
 Shares of the time between two log lines: data (waiting for a batch), forward_backward, communication (the sum over
 the processes; of DDP and FSDP only what does not run during the backward pass), optimizer. The rest is logging,
-saving, and what a trainer of yours adds. On a GPU they are measured there, by events.
+saving, and what a trainer of yours adds. On CUDA devices they are measured there, by events.
 
-The MFU is the share of the device's peak that the model's operations take (Chowdhery et al., arXiv:2204.02311). torch
-counts them in the first step of each start: those of matrix products, convolutions and attention.
+The MFU is the share of the device's peak, in half precision, that the model's operations take (Chowdhery et al.,
+arXiv:2204.02311). torch counts them in the first step of each start: those of matrix products, convolutions and
+attention. Where samples differ in length it is an estimate.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from lib.utils.monitoring.throughput import Throughput
 log = logging.getLogger(__name__)
 PEAK_TFLOPS = {  # of dense matrix products in half precision, by their makers' data sheets
     "B200": 2250, "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312, "A800": 312, "L40S": 362,
-    "L4": 121, "A10": 125, "V100": 125, "T4": 65, "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307, "MI250X": 383,
+    "L4": 121, "A10": 125, "V100": 125, "T4": 65, "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307,
 }  # fmt: skip
 PHASES, PAUSE = ("forward_backward", "communication", "optimizer"), "pause"
 
@@ -147,5 +148,6 @@ def is_compiled(module: nn.Module) -> bool:
 def peak_flops(args: Namespace, device: torch.device) -> float:
     """Return the most operations a second of a device, by -peak_tflops, else by its name; 0 if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    name = "" if re.search("MIG|NVL|Laptop|Max-Q", name) else name  # these have less
     known = [tflops for card, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{card}\b", name)]
     return 1e12 * (args.peak_tflops or (known[0] if known else 0))

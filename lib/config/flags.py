@@ -112,7 +112,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-train_metrics", SWITCH, "also log accuracy and other metrics of the training samples", on_resume="allow")
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
     add("-step_times", SWITCH, "also log the shares of a step's time, and the MFU", on_resume="allow")
-    add("-peak_tflops", POSITIVE, "the same, for devices with this peak (known of common GPUs)", on_resume="allow")
+    add("-peak_tflops", POSITIVE, "the same, for devices of X TFLOPS (known of common GPUs)", on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
     group("optimization", "refuse")

@@ -166,8 +166,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
     for split, loader in trainer.loaders.items():
         plain = {} if option(loader.dataset, "set_epoch") else getattr(loader.dataset, "__dict__", {})
-        numbers = {key: value for key, value in plain.items() if isinstance(value, int | float)}
-        named |= {f"the {split} samples' {key} (that is for set_epoch)": value for key, value in numbers.items()}
+        kept = {key: value for key, value in plain.items() if isinstance(value, int | float)}
+        named |= {f"the {split} samples' {key} (unseen by loaders: see set_epoch)": one for key, one in kept.items()}
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}

@@ -597,7 +597,7 @@ KEPT = [
     "optim.calls",
     "optim.inner",
     "optim.slow",
-    "the train samples' level (that is for set_epoch)",
+    "the train samples' level (unseen by loaders: see set_epoch)",
     *KEPT,
 ]
 
