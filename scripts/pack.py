@@ -68,8 +68,8 @@ class Photos:
         """Return where a sample is, for messages."""
         return self.samples[index][0]
 
-    def bytes(self) -> int:
-        """Return the size of all."""
+    def size(self) -> int:
+        """Return the bytes of all."""
         return sum(Path(file).stat().st_size for file, _ in self.samples)
 
     def digest(self) -> str:
@@ -113,8 +113,8 @@ class Samples:
         """Return where a sample is, for messages."""
         return f"sample {index} of {self.split}"
 
-    def bytes(self) -> int:
-        """Return about the size of all, by some of them."""
+    def size(self) -> int:
+        """Return about the bytes of all, by some of them."""
         some = range(0, len(self), -(-len(self) // 100))
         return sum(len(data) for index in some for data in self.read(index).values()) * len(self) // len(some)
 
@@ -265,7 +265,7 @@ def pack(split: str, source: Any, out: Path, count: int, convert) -> None:
 
 def shard_count(source: Any, shard_mb: int) -> int:
     """Return how many shards the files of the samples fill."""
-    return max(1, min(len(source), round(source.bytes() / (shard_mb << 20))))
+    return max(1, min(len(source), round(source.size() / (shard_mb << 20))))
 
 
 def write(shard: Path, source: Any, keys: dict[str, int], convert) -> list[int]:

@@ -35,9 +35,9 @@ class Trainer(trainer.Trainer):
 
     def optimizer_step(self) -> Tensor:
         """Include the weights after the step, also a skipped one. After n steps the decay is n / (n + 9) at most."""
-        norm = super().optimizer_step()
-        done = self.state.step
-        torch._foreach_lerp_(*self.local_tensors(), 1 - min(self.args.ema_decay, done / (done + 9)))
+        norm, done = super().optimizer_step(), self.state.step
+        decay = vars(self.args).get("ema_decay", 0.999)  # the file of a subclass may lack the flag
+        torch._foreach_lerp_(*self.local_tensors(), 1 - min(decay, done / (done + 9)))
         return norm
 
     @contextlib.contextmanager

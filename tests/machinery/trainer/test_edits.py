@@ -260,7 +260,7 @@ FROZEN_NORM = with_change(lambda self: self.model[2].eval())
 HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
 ADAGRAD = with_change(lambda self: setattr(self, "optimizer", Around(torch.optim.Adagrad(self.model.parameters()))))
 EDITS = (OwnStep, HalvesRate, GradientNoise, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
-EDITS += (HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere)
+EDITS += (HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, with_change(bool, ema.Trainer))  # the last lacks a flag
 
 
 @pytest.mark.parametrize("edit", EDITS)
