@@ -155,6 +155,7 @@ class Parts:
                 for group, saved in zip(own, members, strict=False):
                     group["params"] = [parameters[name] for name in saved]
             for group in groups[len(own) :]:
+                group = {"lr_scale": 1.0, **group}  # which older checkpoints lack
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
             now, names = optimizer.state_dict()["param_groups"], [*itertools.chain(*self.trained(part))]
             for group, saved in zip(now, groups, strict=False):

@@ -214,8 +214,7 @@ def begin_worker(parent: int, number: int) -> None:
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # that is, with the thread that started it: the main one
     if os.getppid() != parent:  # it was gone before that
         os._exit(FAILED)
-    worker: Any = get_worker_info()
-    worker.dataset.places = inherited_places()
+    vars(get_worker_info().dataset)["places"] = inherited_places()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def inherited_places() -> dict[int, int]:

@@ -63,7 +63,7 @@ class Logger:
             f"{self._epoch(state.step)}  step {state.step}/{self.plan.total_steps}",
             "loss {loss:.4g}  mean {loss_mean:.4g}  lr {lr:.1e}  grad {grad_norm:.3g}".format(**figures),
             f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s",
-            *(f"{name[:-6]} {100 * speed[name]:.0f} %" for name in speed if name.endswith("_share")),
+            *(f"{one.removesuffix('_share')} {100 * speed[one]:.0f} %" for one in speed if one.endswith("_share")),
             f"mem {speed['memory_gb']:.2f} GB",
             *(f"{name} {value:.4g}" for name, value in others.items()),
             f"left {left}",

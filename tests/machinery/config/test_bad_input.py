@@ -55,6 +55,12 @@ def test_an_invalid_interval_is_refused(error_of):
         assert error_of([f"-save_every={value}"]).startswith(wanted)
 
 
+def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
+    for flag in ("out", "data", "resume", "weights"):
+        path = str(tmp_path / os.fsdecode(b"\xff"))
+        assert error_of([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
+
+
 def test_an_error_is_one_line_and_exit_code_2_in_the_shell(tmp_path):
     env = {**os.environ, "LC_ALL": "C", "PYTHONPATH": "", "COLUMNS": "20"}
     line = [sys.executable, "-B", str(config.ROOT / "train.py"), "-model", "é\n"]

@@ -591,15 +591,9 @@ class Keeps(trainer.Trainer):
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
+SET_BY_TRAINING = "the train samples' level (unseen by loaders: see set_epoch)"
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
-KEPT = [
-    "model.2.training",
-    "optim.calls",
-    "optim.inner",
-    "optim.slow",
-    "the train samples' level (unseen by loaders: see set_epoch)",
-    *KEPT,
-]
+KEPT = [*"model.2.training optim.calls optim.inner optim.slow".split(), SET_BY_TRAINING, *KEPT]
 
 
 @pytest.mark.parametrize(
