@@ -2,7 +2,8 @@
 
 Shares of the time between two log lines: data (waiting for a batch), forward_backward, communication (the sum over
 the processes; of DDP and FSDP only what does not run during the backward pass), optimizer. The rest is logging,
-saving, and what a trainer of yours adds. On CUDA devices they are measured there, by events.
+saving, and what a trainer of yours adds. On CUDA devices they are measured there, by events. A train_step of your own
+has them if it calls `backward` and `divide_gradients`.
 
 The MFU is the share of the device's peak, in half precision, that the model's operations take (Chowdhery et al.,
 arXiv:2204.02311). torch counts them in the first step of each start: those of matrix products, convolutions and
@@ -48,7 +49,7 @@ class Timed:
             def train_step(self, batches: Iterator) -> None:
                 with self.rate.counting():
                     super().train_step(batches)
-                self.rate.mark("optimizer")
+                self.rate.mark("optimizer" if self.rate.has_phases() else "")
 
             def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
                 super().backward(loss, micro_batch, count)
@@ -111,6 +112,10 @@ class StepTimes(Throughput):
             moment = time.monotonic()
         self.marks.append((phase, moment))
 
+    def has_phases(self) -> bool:
+        """Return whether the last steps were made of phases: a fork's train_step may call other methods."""
+        return "communication" in dict(self.marks)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the block out of the time of the interval, and its operations out of those of the step."""
@@ -124,7 +129,7 @@ class StepTimes(Throughput):
 
     def interval(self, state: Any) -> dict[str, float]:
         """Return Throughput's figures, the shares of the phases, and the MFU if it is known."""
-        figures, seconds = super().interval(state), Counter()
+        figures, seconds, has_phases = super().interval(state), Counter(), self.has_phases()
         self.mark("")
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -132,7 +137,7 @@ class StepTimes(Throughput):
             seconds[phase] += begin.elapsed_time(end) if self.device.type == "cuda" else end - begin
         self.marks = self.marks[-1:]
         total = max(seconds.total() - seconds[PAUSE], 1e-9)
-        for phase in PHASES:
+        for phase in PHASES if has_phases else ():
             figures[f"{phase}_share"] = seconds[phase] / total
         if self.is_counted and self.samples:
             figures["mfu_share"] = self.flops / self.samples * figures["samples_per_s"] / self.peak
