@@ -1,8 +1,8 @@
 """Predicts with a run's model: python scripts/predict.py out/NAME FILES... [-o answers.csv].
 
 FILES are images, text files, or folders, which are searched for images. The run's dataset prepares each file
-(get_transform). The weights are the best ones, or else the final ones. The training data is not needed, unless it
-alone shows which parameter of the model's `forward` gets the input.
+(get_transform). The weights are those of -from, else the best ones, else the final ones. The training data is not
+needed, unless it alone shows which parameter of the model's `forward` gets the input.
 Each file gets a row: its prediction, or the reason why there is none. Exit code 1: some files have none.
 In a notebook: from scripts import predict; predict.load("out/NAME")([image]), or predict.load_model("out/NAME").
 """
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="out/NAME", help="a run's folder")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILES", help="images, texts, or folders of images")
     parser.add_argument("-text", nargs="+", default=[], metavar="TEXT", help="texts to predict the next byte of")
+    parser.add_argument("-from", dest="source", metavar="WHAT", help="best, final, or a file of weights (best)")
     parser.add_argument("-o", type=Path, metavar="FILE", help=".csv or .json, with all probabilities (a table)")
     parser.add_argument("-format", choices=FORMATS, help="(by the ending of -o, else table)")
     parser.add_argument("-device", default=default_device(), help="cpu, cuda, cuda:1, mps, ... (%(default)s)")
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     form = args.format or (ending if ending in FORMATS else "table")
     try:
         check_device(args.device)
-        model = load(args.run, args.device)
+        model = load(args.run, args.device, args.source)
         config_of_run = flags_of(args.run)
         transform = plugins.load("dataset", config_of_run.dataset).get_transform(config_of_run)
         rows = list(answers(transform, model, [*files(args.files), *args.text]))
@@ -79,36 +80,38 @@ def flags_of(run: str | Path) -> config.Args:
     return config.parse_args(["-cfg", str(file)], describe=False)
 
 
-def load_model(run: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+def load_model(run: str | Path, device: str | torch.device = "cpu", source: str | Path | None = None) -> nn.Module:
     """Return a run's model with its best weights, or where there are none its final ones, for evaluation, frozen.
 
-    As a teacher in a trainer's __init__ take its forward, a function: no checkpoint holds it. The run's data is not
-    needed. Raises UsageError if the run has no such weights.
+    `source` chooses others: "best", "final", or a file. As a teacher in a trainer's __init__ take its forward, a
+    function: no checkpoint holds it. The run's data is not needed. Raises UsageError without such weights.
     """
     args = flags_of(run)
-    best = weights.find(Path(run))
-    if best is None:
+    file = Path(run, source, weights.FILE) if source in ("best", "final") else source or weights.find(Path(run))
+    if file is None:
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
     model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
-    weights.load_into(str(best), model, whole=True)
+    weights.load_into(str(file), model, whole=True)
     return model.to(device)
 
 
-def load(run: str | Path, device: str | torch.device = "cpu") -> Callable[[list], list[dict[str, float]]]:
+def load(
+    run: str | Path, device: str | torch.device = "cpu", source: str | Path | None = None
+) -> Callable[[list], list[dict[str, float]]]:
     """Return a function from a list of PIL images, or of texts, to a dict for each: its probability by class.
 
     They may also be tensors, made by the dataset's get_transform. Where classes share a name, a number follows it.
 
     With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
-    The weights are the run's best ones, or where there are none, its final ones. The run's data is needed only if it
-    alone shows which parameter of `forward` gets the input. Raises UsageError if the model takes more than one.
+    The weights are those that `load_model` takes. The run's data is needed only if it alone shows which parameter of
+    `forward` gets the input. Raises UsageError if the model takes more than one.
     """
     args = flags_of(run)
     names = yaml.safe_load((Path(run) / "config.yaml").read_text())["about"].get("classes", [])
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
-    model, transform = model_input.with_one_input(load_model(run, device), args), dataset.get_transform(args)
+    model, transform = model_input.with_one_input(load_model(run, device, source), args), dataset.get_transform(args)
     precision = parallel.autocast(args, torch.device(device))
 
     @torch.no_grad()

@@ -80,7 +80,8 @@ def score_figure(trials: list, scales: dict[str, str], metric: str):
     pyplot = plot.load_pyplot()
     given = {name for trial in trials for name in trial.values}  # a flag of one arch may be in no trial
     flags = [name for name in scales if name != "seed" and name in given] or ["seed"]
-    settings, key = settings_of(trials), colour_flag(trials, flags)
+    settings = settings_of(trials)
+    key = colour_flag(trials, flags) if len(flags) > 1 or not are_numbers(trials, flags[0]) else ""
     across = min(2, len(flags))
     down = -(-len(flags) // across)
     look = {"figsize": (8, 3 * down + 1.2), "layout": "constrained", "squeeze": False, "sharey": True}
@@ -89,14 +90,20 @@ def score_figure(trials: list, scales: dict[str, str], metric: str):
         axis.remove()
     colours = dict(zip(values_of(trials, key), plot.COLOURS)) if key else {}
     for axis, name in zip(axes.flat, flags):
-        panel(axis, name, settings, scales[name], lambda one: colours.get(one.values.get(key), plot.COLOURS[-1]))
+        other = colour_flag(trials, [one for one in flags if one != key]) if name == key else ""
+        if other:  # in the key's own panel its colours would say nothing new
+            others = dict(zip(values_of(trials, other), reversed(plot.COLOURS[:-1])))
+            panel(axis, name, settings, scales[name], other, others)
+            axis.legend(handles=handles(other, others, []), frameon=False)
+        else:
+            panel(axis, name, settings, scales[name], key, colours)
     scores = [score for one in settings for score in one.scores]
     if min(scores) > 0 and max(scores) > 100 * min(scores):
         axes[0, 0].set_yscale("log")
     states = collections.Counter(trial.state for trial in trials)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     for axis in axes[:, 0]:
-        axis.set_ylabel(f"validation {metric}", parse_math=False)
+        axis.set_ylabel(f"best validation {metric}", parse_math=False)
     entries = handles(key, colours, settings)
     across = plot.fitting_columns([entry.get_label() for entry in entries] or [""])
     place = {"loc": "outside upper left", "alignment": "left", "frameon": False, "ncols": across}
@@ -137,6 +144,10 @@ def values_of(trials: list, name: str) -> list[str]:
     return sorted(values, key=float) if all(map(is_number, values)) else values
 
 
+def are_numbers(trials: list, name: str) -> bool:
+    return all(map(is_number, values_of(trials, name)))
+
+
 def is_number(text: str) -> bool:
     with contextlib.suppress(ValueError):
         return math.isfinite(float(text))
@@ -146,12 +157,16 @@ def is_number(text: str) -> bool:
 def colour_flag(trials: list, flags: list[str]) -> str:
     """Return the flag that gives the colours: one of words, or else one of few numbers; "" if there is none."""
     few = [name for name in flags if 1 < len(values_of(trials, name)) <= COLOURED]
-    words = [name for name in few if not all(map(is_number, values_of(trials, name)))]
-    return [*words, *(few if len(flags) > 1 else []), ""][0]
+    words = [name for name in few if not are_numbers(trials, name)]
+    return [*words, *few, ""][0]
 
 
-def panel(axis, name: str, settings: list[Setting], scale: str, colour_of) -> None:
-    """Draw the scores of the settings that have a flag against its values."""
+def panel(axis, name: str, settings: list[Setting], scale: str, key: str, colours: dict[str, str]) -> None:
+    """Draw the scores of the settings that have a flag against its values, in the colours of another flag's."""
+
+    def colour_of(one: Setting) -> str:
+        return colours.get(one.values.get(key), plot.COLOURS[-1])
+
     mine = [one for one in settings if name in one.values]
     values = values_of(mine, name)
     numbers = all(map(is_number, values))

@@ -193,6 +193,7 @@ def test_the_picture_has_a_panel_for_each_flag_and_marks_what_failed():
         assert sorted(y for mark, _, y in marks if mark == "o") == pytest.approx([2e-4, 2e-4, 2e-2]), "means"
         assert sorted(x for mark, x, _ in marks if mark == "o") == pytest.approx(places)
         assert [x for mark, x, _ in marks if mark == "x"] == [failed]
+    assert [one.get_text() for one in figure.axes[1].get_legend().get_texts()] == ["-lr 1e-4", "-lr 1e-2"]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["-arch mlp", "-arch convnet", "deviation over seeds", "not all finished", "without a score (2)"]
 

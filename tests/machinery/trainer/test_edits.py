@@ -611,11 +611,11 @@ def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, 
 
 
 class Momentum(Distils):
-    """Moves its teacher towards the model in each pass, as on one process many do."""
+    """Moves its teacher towards the model in each pass, from step 3 on, as on one process many do."""
 
     def training_step(self, batch):
         for mine, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
-            mine.data = mine.data.lerp(new.data, 0.1)
+            mine.data = mine.data.lerp(new.data, 0.1 * (self.state.step > 2))
         return super().training_step(batch)
 
 
