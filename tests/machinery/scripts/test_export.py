@@ -85,7 +85,7 @@ def test_onnx_runs_as_the_page_says(trained_run):
     names = {"onnxruntime": onnxruntime, "images": np.random.rand(5, 1, 8, 8).astype(np.float32)}
     exec(snippet.replace("out/first/first.onnx", str(trained_run / "small.onnx")), names)
     wanted = model_of(trained_run)(torch.from_numpy(names["images"])).detach()
-    np.testing.assert_allclose(names["outputs"], wanted, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(names["logits"], wanted, rtol=1e-3, atol=1e-4)
 
 
 TOKENS = "-dataset tokens -tokens_length 16 -tokens_samples 64 -arch gpt -gpt_depth 1 -gpt_width 16"
