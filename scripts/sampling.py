@@ -95,12 +95,6 @@ class Mixture(ConcatDataset):
         if all(isinstance(mark, str | int) for mark in marks):
             self.fingerprint = " ".join(map(str, marks))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the parts the number of the epoch, if they want it."""
-        for part in self.datasets:
-            if set_epoch := option(part, "set_epoch"):
-                set_epoch(epoch)
-
     def prefetch_samples(self, indices: list[int]) -> None:
         """Let each part fetch its samples of a micro-batch at once."""
         for part, end in zip(self.datasets, self.cumulative_sizes, strict=True):

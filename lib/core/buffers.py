@@ -92,10 +92,10 @@ class Buffers:
 
     @torch.no_grad()
     def finish(self, sums: list[Tensor]) -> None:
-        """End the passes of a step with the sums of `shares`; [] if there was one micro-batch, on one process."""
+        """End the passes of a step with the sums of `shares`."""
         parts = iter(sums)
         for buffer, start, end in zip(_read(self.statistics), self.starts, self.ends, strict=True):
-            if sums and end.is_floating_point():
+            if end.is_floating_point():
                 total, changes = next(parts), next(parts)
                 end = torch.where(changes > 0, total, start)
             buffer.copy_(torch.where(torch.isfinite(end), end, start))

@@ -52,7 +52,6 @@ class Engine:
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         if micro_batch.first:
-            self.alone = self.world.size == micro_batch.step_parts == 1
             self.parameters = [one for one in parameters if one.requires_grad and not is_sharded(one)]
             self.sharded = [one for one in parameters if is_sharded(one)]
             self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
@@ -69,8 +68,6 @@ class Engine:
         self.buffers.after()
         loss.backward()
         self.figures = figures
-        if self.alone:  # the only micro-batch: its gradients are the sum
-            return
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in [*self.parameters, *(() if micro_batch.last else self.sharded)]:
             parameter.grad = None  # of sharded ones, what is whole comes with the last pass
@@ -91,9 +88,6 @@ class Engine:
         for scatter in self.scatters:
             if scatter.nodes:  # no sum is whole: the last micro-batches skipped the block
                 raise UsageError(SKIPPED.format(scatter.name))
-        if self.alone:
-            self.buffers.finish([])
-            return self.figures[None]
         count = len(self.parameters)
         flags = self.figures.new_empty(count + 2 * self.leaves)
         by_rank = nodes_by_rank(self.leaves, self.world.size, self.round_robin)

@@ -46,7 +46,6 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
     """
-    sharded = args.parallel == "fsdp" and world.size > 1
     model.train()  # pretrained ones come in evaluation mode
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
@@ -60,7 +59,7 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
         raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
     for part in parts if args.recompute else ():
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
-    if sharded:
+    if args.parallel == "fsdp" and world.size > 1:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)
     if world.size == 1:

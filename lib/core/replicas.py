@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
-from lib.utils.data.fetch import option
+from lib.utils.data.fetch import nested
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -35,9 +35,9 @@ OWN = "is_loaded is_unscaled is_whole loaders logger logs_scalars loss may_stop 
 OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms scaler val_splits world".split()}
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-OURS = ("lib.arch.", "lib.core.", "lib.trainer.", "lib.utils.data.")  # what a fork changes
-CODE = FunctionType | MethodType | BuiltinFunctionType | functools.partial | type
-OTHERS = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType
+OURS = re.compile(r"lib\.(?!config|launch|run$|utils\.(?!data))")  # the modules that a fork changes, or adds
+OF_DATASETS = "collate_fn", "on_device", "transform", "transforms", "target_transform"
+CODE = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
 MOST_BYTES, MOST_VALUES = 1 << 25, 1 << 14  # of what `plain_values` compares of a value, and of an array in it
@@ -49,6 +49,10 @@ class Checks:
     def __init__(self, trainer: Any):
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.schema = shards.schema(find_parts(trainer).weights())
+        own = {f"trainer.{key}": one for key, one in vars(trainer).items() if isinstance(one, Tensor | np.ndarray)}
+        marks = self.checksums(lambda name, one: name.startswith("trainer.") and not shards.is_sharded(one))
+        marks |= {name: Mark().of(one) for name, one in own.items()}
+        compare(marks, trainer.world, "after __init__ (a loader gives each its share)")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
         self.agreed = 0  # the last step at which the ranks had the same weights
@@ -67,21 +71,20 @@ class Checks:
         At the first step a teacher is still a copy of the model, and a layer may take its first values from the data.
         """
         watched = self.steps in (1, 10, 100) and not self.changed and micro_batch.first and micro_batch.step_parts > 1
-        before = self.checksums() if watched else {}
+        before = self.checksums(lambda name, _: not is_statistic(name)) if watched else {}
         yield
-        after = self.checksums() if watched else {}
+        after = self.checksums(lambda name, _: not is_statistic(name)) if watched else {}
         changed = [name for name in after if after[name] != before.get(name)]
         if changed:
             self.changed = changed
             fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), once a micro-batch"
             log.warning("%s: other processes do so another number of times; optimizer_step does once", fault)
 
-    def checksums(self) -> dict[str, Any]:
-        """Return marks of the parts' tensors on this rank, but of running statistics, and of other states."""
+    def checksums(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, Any]:
+        """Return marks of the parts' wanted tensors on this rank, and of other states."""
         parts = find_parts(self.trainer)
-        weights = {name: shards.local_part(one) for name, one in parts.weights().items() if not is_statistic(name)}
-        states = {name: Mark(set(), set()).of(other.state_dict()) for name, other in parts.others.items()}
-        return shards.checksums(weights) | states
+        weights = {name: shards.local_part(one) for name, one in parts.weights().items() if is_wanted(name, one)}
+        return shards.checksums(weights) | {name: Mark().of(one.state_dict()) for name, one in parts.others.items()}
 
     def run(self) -> None:
         """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
@@ -111,9 +114,9 @@ class Checks:
         if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
             advice = "compute it from the step, or make it a saved buffer or a state that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
-        states = {name: Mark(set(), set()).of(other.state_dict()) for name, other in parts.others.items()}
         self.trainer.engine.share_buffers()
-        compare(parts.weights(), states, self.trainer.world, state.step, self.agreed)
+        marks = self.checksums(lambda _, one: not shards.is_sharded(one)) if self.trainer.world.size > 1 else {}
+        compare(marks, self.trainer.world, f"at step {state.step}; at step {self.agreed} all were the same")
         self.agreed = state.step
 
 
@@ -126,29 +129,25 @@ def check_names(trainer: Any) -> None:
             raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
 
 
-def compare(tensors: dict[str, Tensor], marks: dict[str, Any], world: World, step: int, agreed: int) -> None:
-    """Compare the checksum of each tensor that is not sharded, and other marks. All ranks call this at the same step.
+def compare(marks: dict[str, Any], world: World, when: str) -> None:
+    """Compare the marks of what all ranks must have alike. All call this at the same step.
 
-    Raises RuntimeError on all ranks; it names the first thing that differs, the ranks, and the step at which all
-    `agreed`.
+    Raises RuntimeError on all ranks; it names the first thing that differs, the ranks, and `when` that is.
     """
-    if world.size == 1:
-        return
-    mine = shards.checksums({name: one for name, one in tensors.items() if not shards.is_sharded(one)}) | marks
-    first = distributed.broadcast(mine, world)
-    odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
+    first = distributed.broadcast(marks, world)
+    odd = [name for name in {**first, **marks} if first.get(name) != marks.get(name)]
     parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
     if parted:
         name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
-        fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}"
-        raise RuntimeError(f"{fault}; at step {agreed} all were the same: each process must change them alike")
+        fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values {when}"
+        raise RuntimeError(f"{fault}; each process must make them alike")
 
 
 def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
     They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
-    numbers of datasets; variables of these classes and of the files that they are in, and of those of lib.
+    numbers and transforms of datasets; variables of these classes and of their files, and of those of lib.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
@@ -165,9 +164,11 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
     for split, loader in trainer.loaders.items():
-        plain = {} if option(loader.dataset, "set_epoch") else getattr(loader.dataset, "__dict__", {})
-        kept = {key: value for key, value in plain.items() if isinstance(value, int | float)}
-        named |= {f"the {split} samples' {key} (unseen by loaders: see set_epoch)": one for key, one in kept.items()}
+        for one in nested(loader.dataset):
+            plain = {} if hasattr(one, "set_epoch") else getattr(one, "__dict__", {})
+            kept = [key for key, value in plain.items() if isinstance(value, int | float) or key in OF_DATASETS]
+            kept = {key: plain[key] for key in kept if not isinstance(plain[key], CODE)}
+            named |= {f"the {split} samples' {key} (unseen by loaders: see set_epoch)": kept[key] for key in kept}
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
@@ -177,20 +178,20 @@ def plain_values(trainer: Any) -> dict[str, Any]:
 
 def variables(objects: list[Any]) -> dict[str, Any]:
     """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
-    places: dict[str, Any] = {name: sys.modules[name] for name in [*sys.modules] if name.startswith(OURS)}
+    places: dict[str, Any] = {name: sys.modules[name] for name in [*sys.modules] if OURS.match(name)}
     for kind in {kind for one in objects for kind in type(one).__mro__}:
         file = sys.modules.get(kind.__module__, kind)  # a loader of the user's may not note it there
         installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")
         if not installed and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
             places |= {kind.__module__: file, f"{kind.__module__}.{kind.__qualname__}": kind}
     named = {f"{name}.{key}": value for name, place in places.items() for key, value in vars(place).items()}
-    return {name: one for name, one in named.items() if "__" not in name and not isinstance(one, OTHERS)}
+    return {name: one for name, one in named.items() if "__" not in name and not isinstance(one, CODE)}
 
 
 class Mark(pickle.Pickler):
     """Computes the CRC32 of a value's pickle. What has a state itself is no part of it."""
 
-    def __init__(self, skipped: set[int], storages: set[int]):
+    def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = ()):
         super().__init__(self)
         self.fast = True  # without references, which depend on more than the value
         self.skipped, self.storages, self.crc, self.left = skipped, storages, 0, MOST_BYTES

@@ -68,7 +68,7 @@ class Trainer:
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
-        self.logs_scalars = world.is_main  # in a pass: whether this one is no padding
+        self.logs_scalars = world.is_main  # in a pass: whether this one is no padding; None in an evaluation
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
@@ -134,7 +134,7 @@ class Trainer:
         self.is_whole = True
 
     def make_engine(self) -> None:
-        """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
+        """Make what sums gradients, once all modules are there."""
         parts = find_parts(self)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             fault = f"self.optimizer is a {type(self.optimizer).__name__}, no torch.optim.Optimizer"
@@ -146,8 +146,6 @@ class Trainer:
         if any(shards.is_sharded(one) and one._backward_hooks for one in trained):
             hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
             raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
-        own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
-        buffers.take_first(own if self.world.size > 1 else ())
         engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
         self.engine = engine.Engine([*parts.modules.values()], self.world, self.args)
         self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
@@ -339,6 +337,8 @@ class Trainer:
 
         In a pass each micro-batch counts its own. All ranks call it elsewhere (in no evaluation); rank 0's counts.
         """
+        if self.logs_scalars is None:
+            raise UsageError(f"log_scalar({name!r}) in an evaluation: let evaluation_step return it, as a Ratio")
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
         parts = [part.full_tensor() if shards.is_sharded(part) else part for part in metrics.ratio(value)]
@@ -425,6 +425,7 @@ class Trainer:
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
+            self.logs_scalars = None
             for micro_batch, batch in self.loaders[split].epoch(0):
                 count = self.count_targets(batch, micro_batch.count)
                 with self.precision:
@@ -433,7 +434,8 @@ class Trainer:
                     totals.update(given, micro_batch.count)
                 if self.may_stop and self.stop.tick(training=False):
                     raise preemption.Stopped
-        # What is drawn from here on is as if there had been no evaluation.
+        # From here on all is as if there had been no evaluation, also what is drawn.
+        self.logs_scalars = self.world.is_main
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
         return metrics.means(totals.reduce())

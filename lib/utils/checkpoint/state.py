@@ -162,8 +162,6 @@ class Parts:
                 if other := sorted(optimizer.defaults.keys() - saved.keys()):
                     raise UsageError(f"the checkpoint is of another optimizer: its {part} has no {other[0]}")
                 group |= {key: value for key, value in saved.items() if key not in {*NOT_RESTORED, *allowed}}
-            if strange := sorted((memory.keys() & parameters.keys()) - {*names}):
-                raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
             numbers = {name: number for number, name in enumerate(names)}
             state = {numbers.get(name, name): one for name, one in memory.items()}
             optimizer.load_state_dict({**(more or {}), "state": state, "param_groups": now})

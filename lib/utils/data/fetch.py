@@ -47,10 +47,16 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
 
 def has_weights(dataset: Any) -> bool:
     """Return whether a dataset, or one that it reads from, says by `weights` how often each sample comes."""
-    weights = option(dataset, "weights")  # those of a model may be there under this name
-    has_own = hasattr(weights, "__len__") and not isinstance(weights, str | Mapping)
-    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    return has_own or any(map(has_weights, inner))
+    found = [getattr(one, "weights", None) for one in nested(dataset)]  # a model's may be there under this name
+    return any(hasattr(one, "__len__") and not isinstance(one, str | Mapping) for one in found)
+
+
+def nested(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset, and those that it reads from: a Subset's, those of a ConcatDataset or a StackDataset."""
+    yield dataset
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    for part in parts.values() if isinstance(parts, Mapping) else parts:
+        yield from nested(part)
 
 
 def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
@@ -59,14 +65,13 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     An index that comes again is higher by the number of samples each time, as each time is drawn under its own seed.
     Raises UsageError unless that is one index of the dataset for each of the sampler's length.
     """
-    sampler = option(dataset, "sampler")
+    sampler = getattr(dataset, "sampler", None)
     seeding.seed(seeding.SAMPLER, seed, epoch)  # for an `order` of one's own, too
     if sampler is None:
-        if [part for part in getattr(dataset, "datasets", ()) if option(part, "sampler") is not None]:
-            raise UsageError("a part of the training samples has a sampler: only one of the whole can draw")
+        inner = [one for one in nested(dataset) if getattr(one, "sampler", None) is not None]
+        if inner and "sampler" not in vars(dataset):
+            raise UsageError("only a part of the training samples, or a larger whole, has a sampler: set their own")
         return None
-    if isinstance(dataset, Subset) and "sampler" not in vars(dataset):
-        raise UsageError("only a part of the training samples is left, and their sampler draws from all of them")
     if set_epoch := getattr(sampler, "set_epoch", None):
         set_epoch(epoch)
     fault = ""
@@ -108,6 +113,7 @@ class Fetcher:
                 self.fetch,
                 batch_size=None,
                 sampler=self.fetch,
+                collate_fn=tuple,  # (micro-batch, batch): torch's would make tensors of arrays, and lists of tuples
                 num_workers=workers,
                 pin_memory=pin,
                 persistent_workers=True,
@@ -126,10 +132,10 @@ class Fetcher:
             answers = iter(self.loader)
         else:
             answers = map(self.fetch.__getitem__, requests)
-        for answer in answers:
-            if isinstance(answer, UsageError):
-                raise answer
-            yield answer
+        for micro_batch, batch in answers:
+            if isinstance(batch, UsageError):
+                raise batch
+            yield micro_batch, batch
 
     def begin_fetching(self) -> None:
         """Let the watchdog know that a batch is waited for, and from whom."""
@@ -168,9 +174,9 @@ class Fetch(Dataset):
         torch.set_num_threads(1)  # as torch's loader processes do: sums by another number have other bits
         try:
             with no_exit():  # sys.exit would end a worker without a message
-                if set_epoch := option(self.dataset, "set_epoch"):
+                for part in [one for one in nested(self.dataset) if hasattr(one, "set_epoch")]:
                     seeding.seed(seeding.SAMPLE, self.seed, epoch)
-                    set_epoch(epoch)
+                    part.set_epoch(epoch)
                     if len(self.dataset) != self.length:
                         raise UsageError(f"set_epoch({epoch}) changes the number of samples, {self.length} before")
                 batch = files.retry(lambda: self._read(epoch, micro_batch.indices, rows))
@@ -180,7 +186,7 @@ class Fetch(Dataset):
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
             if isinstance(error := self.shared_file() or error, UsageError):
-                return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
+                return micro_batch, UsageError(f"{error} (while {place})")  # raised, it'd have a worker's traceback
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes
             raise RuntimeError(f"{text} (while {place})") from error
         finally:

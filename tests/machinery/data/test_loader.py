@@ -15,7 +15,7 @@ from command_line import parsed
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from items import Items
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from lib.utils.checkpoint import resume
 from lib.utils.data import loader
@@ -236,6 +236,16 @@ def test_a_random_sample_is_the_same_for_any_workers_ranks_and_first_step(datase
     assert len(rest) == 30 - 8 * first and rest.items() <= wanted.items()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_is_what_its_collate_fn_returns(workers):
+    one = new_loader(
+        Items([*range(4)], collate_fn=lambda items: (np.array(items), [1])), Plan(4, 4, 4), 0, workers=workers
+    )
+    [(_, batch)] = one.epoch(0)
+    one.fetcher.close()
+    assert type(batch) is tuple and type(batch[0]) is np.ndarray and batch[1] == [1]
+
+
 class Curriculum(Dataset):
     """Knows its epoch, and draws on the device."""
 
@@ -257,9 +267,11 @@ class Curriculum(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_dataset_knows_its_epoch_and_on_device_draws_the_same_on_any_number_of_ranks(workers, whole):
-    dataset = Curriculum() if whole else Subset(Curriculum(), range(12))
+@pytest.mark.parametrize("kind", ["whole", "subset", "joined"])
+def test_a_dataset_knows_its_epoch_and_on_device_draws_the_same_on_any_number_of_ranks(workers, kind):
+    parts = [Subset(Curriculum(), range(7)), Subset(Curriculum(), range(7, 12))]
+    dataset = {"whole": Curriculum(), "subset": Subset(Curriculum(), range(12)), "joined": ConcatDataset(parts)}[kind]
+    dataset.on_device = Curriculum().on_device
     plan = Plan(12, 8, 2)
     found = []
     for ranks in (1, 2, 3):

@@ -81,14 +81,13 @@ def test_a_sample_that_comes_again_is_drawn_under_another_seed():
     assert [len({*row.tolist()}) for row in found] == [3, 3]
 
 
-def test_a_mixture_passes_on_epochs_prefetching_names_and_fingerprints():
+def test_a_mixture_passes_on_prefetching_names_and_fingerprints():
     seen = []
     one, other = (Items([*range(count)], fingerprint=f"{count}", sample_name=str) for count in (2, 3))
-    one.set_epoch = other.prefetch_samples = seen.append
+    other.prefetch_samples = seen.append
     both = sampling.Mixture({"one": one, "other": other}, {"one": 1, "other": 1})
-    both.set_epoch(4)
     fetch.prefetch(both, [3, 0, 4])
-    assert seen == [4, [1, 2]]
+    assert seen == [[1, 2]]
     assert both.fingerprint == "2 3" and [both.sample_name(index) for index in (1, 2)] == ["one: 1", "other: 0"]
 
 
@@ -190,7 +189,7 @@ def test_parts_that_do_not_fit_together_are_refused():
     for part, share, message in (([], 1, "one of a mixture is empty"), ([1], -1, "the shares of a mixture are")):
         assert message in usage_error(sampling.Mixture, {"one": Items(part)}, {"one": share})
     parts = ConcatDataset([Items([1], sampler=[0]), Items([2])])
-    assert "only one of the whole can draw" in usage_error(fetch.draw_order, parts, 0, 0)
+    assert "only a part of the training samples" in usage_error(fetch.draw_order, parts, 0, 0)
     assert "give it weights instead" in usage_error(sampling.Mixture, {"one": one}, {"one": 1})
 
 

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from truth import same_bits_everywhere
 
+import lib.dataset
 from lib.core import loss, parallel, replicas
 from lib.core import optimizer as optimizers
 from lib.trainer import ema, trainer
@@ -45,6 +46,22 @@ def frozen_net(args):
     model = plain_net()
     model[1].requires_grad_(False)
     return model
+
+
+def overriding(**methods):
+    """A trainer with these methods."""
+    return type("Overrides", (trainer.Trainer,), methods)
+
+
+def with_change(change, base=trainer.Trainer):
+    """A trainer whose `__init__` makes this change to it at its end."""
+
+    class Changed(base):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            change(self)
+
+    return Changed
 
 
 class GradientNoise(trainer.Trainer):
@@ -113,17 +130,6 @@ class DrawsAnywhere(trainer.Trainer):
         super().train_step((part, noisy(batch, scale)) for part, batch in batches)
 
 
-class OwnSchedule(trainer.Trainer):
-    """Takes an optimizer that keeps its own schedule."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.optimizer = CountsInGroup(self.model.parameters())
-
-    def set_learning_rate(self):
-        pass
-
-
 class LogsWeights(trainer.Trainer):
     """Logs norms of a parameter, which may be sharded, in passes and once a step."""
 
@@ -146,20 +152,6 @@ class CopiedAverage(ema.Trainer):
         torch._foreach_copy_(tensors_, average)
         yield
         torch._foreach_copy_(tensors_, kept)
-
-
-class Plateau(trainer.Trainer):
-    """Lowers the rate when the validation does not get better."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.scheduler = ReduceLROnPlateau(self.optimizer, factor=0.1, patience=0, threshold=9.0)
-
-    def on_evaluation(self, split, figures):
-        self.scheduler.step(figures["loss"])
-
-    def set_learning_rate(self):
-        pass
 
 
 class HalfMomentum(torch.optim.Optimizer):
@@ -212,10 +204,6 @@ class Merges(nn.Linear):
         return nn.functional.linear(x, self.weight if self.merged else self.weight + self.more, self.bias)
 
 
-def merging_net(args):
-    return nn.Sequential(nn.Flatten(), Merges(64, 4))
-
-
 class OwnStep(trainer.Trainer):
     def optimizer_step(self):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -245,17 +233,16 @@ class Distils(trainer.Trainer):
         return self.loss(outputs, batch[1]) + (outputs - wanted).square().mean()
 
 
-def with_change(change, base=trainer.Trainer):
-    """A trainer whose `__init__` makes this change to it at its end."""
-
-    class Changed(base):
-        def __init__(self, *parts):
-            super().__init__(*parts)
-            change(self)
-
-    return Changed
-
-
+OwnSchedule = with_change(  # an optimizer that keeps its own schedule
+    lambda self: setattr(self, "optimizer", CountsInGroup(self.model.parameters())),
+    overriding(set_learning_rate=lambda self: None),
+)
+Plateau = with_change(  # lowers the rate when the validation does not get better
+    lambda self: setattr(self, "plateau", ReduceLROnPlateau(self.optimizer, factor=0.1, patience=0, threshold=9.0)),
+    overriding(
+        on_evaluation=lambda self, _, figures: self.plateau.step(figures["loss"]), set_learning_rate=lambda self: None
+    ),
+)
 FROZEN_NORM = with_change(lambda self: self.model[2].eval())
 HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
 ADAGRAD = with_change(lambda self: setattr(self, "optimizer", Around(torch.optim.Adagrad(self.model.parameters()))))
@@ -277,7 +264,7 @@ def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit
 
 
 def test_a_layer_that_merges_weights_in_evaluations_is_trained_after_them(tmp_path):
-    with plugins(arch={"merging": merging_net}):
+    with plugins(arch={"merging": lambda args: nn.Sequential(nn.Flatten(), Merges(64, 4))}):
         alone = same_bits_everywhere(tmp_path, f"{FLAGS} -arch merging")
     first, last = (tensors(one)["model.1.more"] for one in sorted((alone / "checkpoints").iterdir()))
     assert (first != last).all()
@@ -366,15 +353,10 @@ def test_class_weights_may_change_at_a_resume(tmp_path):
     assert "trainer.loss.weight" not in tensors(folder / "checkpoints" / names(folder)[0])
 
 
-class Forgotten(trainer.Trainer):
-    """Has a layer that no optimizer trains."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.layer = nn.Linear(4, 4)
-
-    def training_step(self, batch):
-        return self.loss(self.layer(self.model(batch[0])), batch[1])
+Forgotten = with_change(  # has a layer that no optimizer trains
+    lambda self: setattr(self, "layer", nn.Linear(4, 4)),
+    overriding(training_step=lambda self, batch: self.loss(self.layer(self.model(batch[0])), batch[1])),
+)
 
 
 class Bare(trainer.Trainer):
@@ -587,19 +569,21 @@ class Keeps(trainer.Trainer):
 
     def on_evaluation(self, split, figures):
         self.schedule["start"] *= 0.5
-        self.loaders["train"].dataset.level = self.state.step
+        self.loaders["train"].dataset.level = lib.dataset.level = self.state.step
+        self.loaders["train"].dataset.dataset.transform = [self.state.step]  # of a Subset, by -overfit
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
-SET_BY_TRAINING = "the train samples' level (unseen by loaders: see set_epoch)"
+OF_SAMPLES = [f"the {split} samples' {name}" for split in ("train", "val") for name in ("level", "transform")]
+OF_SAMPLES = [f"{name} (unseen by loaders: see set_epoch)" for name in OF_SAMPLES]
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
-KEPT = [*"model.2.training optim.calls optim.inner optim.slow".split(), SET_BY_TRAINING, *KEPT]
+KEPT = [*"lib.dataset.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
 
 
 @pytest.mark.parametrize(
     ("edit", "more", "changed"),
     [
-        (Keeps, "-cpu 2", KEPT),
+        (Keeps, "-cpu 2 -overfit 48", KEPT),
         (Everywhere, "-cpu 2", ["lib.core.optimizer.HISTORY", *COUNTS, "trainer.large"]),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
@@ -655,6 +639,15 @@ class Calibrates(trainer.Trainer):
         return super().finish(figures)
 
 
+def center(self):
+    """Return a mean over the samples that this rank's loader gives."""
+    return torch.cat([batch[0] for _, batch in self.loaders["train"].epoch(0)]).mean(0)
+
+
+CENTERS = with_change(lambda self: vars(self).update(center=center(self), rows=torch.ones(3), rank=self.world.rank))
+KEEPS_CENTER = with_change(lambda self: setattr(self, "kept", nn.ParameterList([center(self)])))
+
+
 class Parts(trainer.Trainer):
     """Draws from the rank's own generator, so that the ranks part."""
 
@@ -673,6 +666,8 @@ PARTED = "model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all
     ("edit", "more", "message"),
     [
         (OwnMean, "-cpu 2", "self differ"),
+        (CENTERS, "-cpu 2", "trainer.center differ: rank 1 and .* after __init__ .a loader gives"),
+        (KEEPS_CENTER, "-cpu 2 -deterministic no", "trainer.kept.0 differ: .* after __init__"),
         (Calibrates, "-cpu 2", "model.5.bias differ"),
         (Parts, "-cpu 3", PARTED),
         (Parts, "-cpu 3 -deterministic no", PARTED),
@@ -737,23 +732,16 @@ class LateTeacher(trainer.Trainer):
         return super().train_epoch()
 
 
-class PartCall(trainer.Trainer):
-    def training_step(self, batch):
-        model = state.unwrap(self.model)
-        return self.loss(model[3](model[:3](batch[0])), batch[1])
-
-
-def overriding(**methods):
-    """A trainer with these methods."""
-    return type("Overrides", (trainer.Trainer,), methods)
-
-
 class NoSync(trainer.Trainer):
     def training_step(self, batch):
         with self.model.no_sync():
             return super().training_step(batch)
 
 
+PartCall = overriding(
+    training_step=lambda self, batch: self.loss(nn.Sequential(*state.unwrap(self.model))(batch[0]), batch[1])
+)
+LOGS = overriding(evaluation_step=lambda self, *_: self.log_scalar("sure", 1.0))
 NO_NORM = overriding(optimizer_step=lambda self: None)
 RENAMES = overriding(after_step=lambda self: self.log_scalar("lr", 3.0))
 HOOKED = with_change(lambda self: self.model[1].weight.register_hook(lambda gradient: gradient / 2))
@@ -778,6 +766,7 @@ FIGURES = {  # what evaluation_step returns: what is said
 REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
     (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
+    (LOGS, "-cpu 1", "log_scalar('sure') in an evaluation: let evaluation_step return it, as a Ratio"),
     (OwnZero, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
     (NESTED, "-cpu 2 -deterministic no", "a DistributedDataParallel is in another"),
     (SECOND_OPTIMIZER, "-cpu 2", "two optimizers train the same parameter"),
