@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from argparse import Namespace
 from collections import Counter
 from types import ModuleType
@@ -46,7 +47,10 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
     """
+    fixed = [one for parent in model.modules() if parent.training for one in parent.children() if not one.training]
     model.train()  # pretrained ones come in evaluation mode
+    for one in fixed:  # a layer that get_model freezes stays in it, or a part without anything to train
+        one.train(any(True for _ in one.children()) and any(weight.requires_grad for weight in one.parameters()))
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
@@ -101,6 +105,7 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
         half = torch.float16 if args.fp16 else torch.bfloat16
         return fsdp.MixedPrecisionPolicy(half, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
+    warnings.filterwarnings("error", "DTensor random operators")  # each rank would draw the same values for its shard
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None:
             raise UsageError(f"-parallel fsdp: max_norm of {name} changes weights in a pass, which FSDP would lose")

@@ -36,7 +36,7 @@ OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms 
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 OURS = re.compile(r"lib\.(?!config|launch|run$|utils\.(?!data))")  # the modules that a fork changes, or adds
-OF_DATASETS = "collate_fn", "on_device", "transform", "transforms", "target_transform"
+OF_DATASETS = "collate_fn", "on_device", "sampler", "transform", "transforms", "target_transform"
 CODE = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
@@ -167,8 +167,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         for one in nested(loader.dataset):
             plain = {} if hasattr(one, "set_epoch") else getattr(one, "__dict__", {})
             kept = [key for key, value in plain.items() if isinstance(value, int | float) or key in OF_DATASETS]
-            kept = {key: plain[key] for key in kept if not isinstance(plain[key], CODE)}
-            named |= {f"the {split} samples' {key} (unseen by loaders: see set_epoch)": kept[key] for key in kept}
+            steady = [key for key in kept if not (isinstance(plain[key], CODE) or hasattr(plain[key], "set_epoch"))]
+            named |= {f"the {split} samples' {key} (unseen by loaders: see set_epoch)": plain[key] for key in steady}
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}

@@ -98,11 +98,6 @@ def prefetch(dataset: Any, indices: list[int]) -> None:
         dataset.prefetch_samples(indices)
 
 
-def has_whole_batches(dataset: MapDataset) -> bool:
-    """Return whether a dataset gives a whole batch at once. Each Subset has __getitems__, too."""
-    return callable(option(dataset, "__getitems__"))
-
-
 class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
@@ -202,7 +197,7 @@ class Fetch(Dataset):
 
     def _read(self, epoch: int, indices: list[int], rows: list[int]) -> Any:
         """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""
-        if has_whole_batches(self.dataset):
+        if callable(option(self.dataset, "__getitems__")):  # each Subset has one, too
             seeding.seed(seeding.SAMPLE, self.seed, epoch, indices[0])
             return self.dataset.__getitems__(rows)
         prefetch(self.dataset, rows)
@@ -261,6 +256,6 @@ def count_workers(args: Namespace, split: str, dataset: MapDataset, world: World
     flag = args.workers if split == "train" or args.val_workers is None else args.val_workers
     if flag is not None:
         return flag
-    if world.device.type == "cpu" or has_whole_batches(dataset):  # they would only slow these down
+    if world.device.type == "cpu" or callable(option(dataset, "__getitems__")):  # they would only slow these down
         return 0
     return max(1, min(WORKERS, runtime.cores_per_process(world) - 1))

@@ -95,10 +95,10 @@ def test_the_page_lists_all_optional_attributes_of_a_dataset():
 
 def test_a_part_of_a_dataset_has_the_attributes_of_the_whole_and_its_own():
     part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
-    assert fetch.has_whole_batches(part) and fetch.option(part, "on_device") is len
+    assert callable(fetch.option(part, "__getitems__")) and fetch.option(part, "on_device") is len
     part.on_device = max
     assert fetch.option(part, "on_device") is max and fetch.option(part, "classes") == "ab"
-    assert not fetch.has_whole_batches(Subset([1, 2], [0])) and not fetch.option([1], "classes", False)
+    assert not fetch.option(Subset([1, 2], [0]), "__getitems__") and not fetch.option([1], "classes", False)
 
 
 KILLED_AS_ITS_WORKER_STARTS = """

@@ -54,6 +54,13 @@ def test_half_precision_has_the_same_bits_under_ddp_and_fsdp_on_any_number_of_pr
         assert all(same_tensors(ddp, other) for other in sharded)
 
 
+def test_layers_that_get_model_puts_into_evaluation_mode_stay_there_and_a_pretrained_part_is_trained():
+    part, frozen = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval() for _ in range(2))
+    model = nn.Sequential(part, frozen.requires_grad_(False), nn.BatchNorm1d(2).eval())
+    parallel.wrap(model, config.parse_args([]), World())
+    assert [one.training for one in model.modules()] == [True] * 4 + [False] * 4
+
+
 @pytest.mark.parametrize("sizes", [(4, 3, 4), (3, 4, 4)], ids=str)
 def test_a_batch_gets_the_same_compiled_code_whatever_came_before_it(sizes, tmp_path):
     """Else a start in the middle of an epoch would go on with other kernels, and so with other bits."""

@@ -359,15 +359,10 @@ Forgotten = with_change(  # has a layer that no optimizer trains
 )
 
 
-class Bare(trainer.Trainer):
-    """Learns a weight of its loss, which no optimizer has."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.log_scale = nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch):
-        return super().training_step(batch) * self.log_scale.exp() - self.log_scale
+BARE = with_change(  # learns a weight of its loss, which no optimizer has
+    lambda self: setattr(self, "scale", nn.Parameter(torch.ones(()))),
+    overriding(training_step=lambda self, batch: self.loss(self.model(batch[0]), batch[1]) * self.scale),
+)
 
 
 class ThawsAlone(trainer.Trainer):
@@ -385,11 +380,11 @@ class ThawsAlone(trainer.Trainer):
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_a_parameter_with_a_gradient_that_no_optimizer_trains_is_named(engine, tmp_path, caplog):
-    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": Bare}
+    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": BARE}
     with plugins(trainer=edits, arch={"plain": plain_net}):
         for name in edits:
             run(tmp_path, f"{FLAGS} -arch plain -trainer {name} -cpu 1 -model {name} {engine}")
-    for named in ("trainer.log_scale (1 in all)", "1.weight (2 in all)", "trainer.layer.weight (2 in all)"):
+    for named in ("trainer.scale (1 in all)", "1.weight (2 in all)", "trainer.layer.weight (2 in all)"):
         assert f"no optimizer trains {named}, which has a gradient" in caplog.text
 
 
@@ -570,11 +565,14 @@ class Keeps(trainer.Trainer):
     def on_evaluation(self, split, figures):
         self.schedule["start"] *= 0.5
         self.loaders["train"].dataset.level = lib.dataset.level = self.state.step
-        self.loaders["train"].dataset.dataset.transform = [self.state.step]  # of a Subset, by -overfit
+        of_subset = self.loaders["train"].dataset.dataset  # by -overfit
+        of_subset.transform = of_subset.sampler = [self.state.step]
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
-OF_SAMPLES = [f"the {split} samples' {name}" for split in ("train", "val") for name in ("level", "transform")]
+OF_SAMPLES = [
+    f"the {split} samples' {name}" for split in ("train", "val") for name in ("level", "sampler", "transform")
+]
 OF_SAMPLES = [f"{name} (unseen by loaders: see set_epoch)" for name in OF_SAMPLES]
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
 KEPT = [*"lib.dataset.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
@@ -645,6 +643,7 @@ def center(self):
 
 
 CENTERS = with_change(lambda self: vars(self).update(center=center(self), rows=torch.ones(3), rank=self.world.rank))
+DRAWS = with_change(lambda self: nn.init.normal_(self.model[1].weight))
 KEEPS_CENTER = with_change(lambda self: setattr(self, "kept", nn.ParameterList([center(self)])))
 
 
@@ -659,16 +658,17 @@ class Parts(trainer.Trainer):
         return norm
 
 
-PARTED = "model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all were the same"
+PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all were the same"
 
 
 @pytest.mark.parametrize(
     ("edit", "more", "message"),
     [
-        (OwnMean, "-cpu 2", "self differ"),
-        (CENTERS, "-cpu 2", "trainer.center differ: rank 1 and .* after __init__ .a loader gives"),
-        (KEEPS_CENTER, "-cpu 2 -deterministic no", "trainer.kept.0 differ: .* after __init__"),
-        (Calibrates, "-cpu 2", "model.5.bias differ"),
+        (OwnMean, "-cpu 2", "copies of self differ"),
+        (CENTERS, "-cpu 2", "copies of trainer.center differ: rank 1 and .* after __init__ .a loader gives"),
+        (DRAWS, "-cpu 2 -parallel fsdp", "DTensor random operators"),
+        (KEEPS_CENTER, "-cpu 2 -deterministic no", "copies of trainer.kept.0 differ: .* after __init__"),
+        (Calibrates, "-cpu 2", "copies of model.5.bias differ"),
         (Parts, "-cpu 3", PARTED),
         (Parts, "-cpu 3 -deterministic no", PARTED),
     ],
@@ -677,7 +677,7 @@ def test_what_differs_between_the_ranks_is_an_error_that_names_it(edit, more, me
     with plugins(trainer={"edit": edit}):
         folder = run(tmp_path, f"{FLAGS} -trainer edit {more}", wanted=1)
     for said in (outcome(folder)["reason"], capfd.readouterr().err):
-        assert re.search(f"the copies of {message}", said, re.S)
+        assert re.search(message, said, re.S)
 
 
 class Restarts(trainer.Trainer):
@@ -833,22 +833,15 @@ def test_random_numbers_in_a_trainers_init_are_the_same_on_all_ranks_and_at_ever
     assert [len(numbers) for numbers in drawn] == [2, 1] and len({*drawn[0], *drawn[1]}) == 1
 
 
-class NoOverride(trainer.Trainer):
-    """Has a schedule of torch's, and does not say so."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.scheduler = StepLR(self.optimizer, 5)
-
-    def optimizer_step(self):
-        norm = super().optimizer_step()
-        self.scheduler.step()
-        return norm
+NO_OVERRIDE = with_change(  # has a schedule of torch's, and does not say so
+    lambda self: setattr(self, "scheduler", StepLR(self.optimizer, 1)),
+    overriding(on_epoch_end=lambda self: self.scheduler.step()),
+)
 
 
 def test_a_rate_that_something_else_sets_is_refused_and_a_removed_line_is_enough(tmp_path, refused):
     flags = f"{FLAGS} -trainer odd -cpu 1 -save_every 1steps"
-    with plugins(trainer={"odd": NoOverride}):
+    with plugins(trainer={"odd": NO_OVERRIDE}):
         assert "set_learning_rate" in refused(flags)
     with plugins(trainer={"odd": trainer.Trainer}):
         fixed = run(tmp_path, f"{flags} -reset")
