@@ -3,7 +3,7 @@
 #   ./scripts/test.sh                  those that are not marked slow
 #   ./scripts/test.sh --all            all
 #   ./scripts/test.sh [--all] tests/test_x.py -k name ...      other arguments are passed to pytest
-# Without other arguments the files are shared out among two processes.
+# Without other arguments the files are shared out among three processes: on two cores, as some tests mostly wait.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/set_up.sh dev
@@ -18,5 +18,5 @@ if [ "${1:-}" = --all ]; then
     chosen=()
     shift
 fi
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
+[ $# -gt 0 ] || set -- -n 3 --dist loadfile --no-loadscope-reorder
 exec .venv/bin/python -m pytest ${chosen[@]+"${chosen[@]}"} "$@"
