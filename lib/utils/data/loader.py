@@ -117,9 +117,7 @@ def open_loaders(
         log.warning("%s", line)
     idle = world.size - len(plan.cut(0))
     if world.is_main and idle > 0:
-        log.warning(
-            "%d of %d processes idle: a lower -micro_batch helps (-allow_change micro_batch)", idle, world.size
-        )
+        log.warning("%d of %d processes idle: lower -micro_batch (and -allow_change it)", idle, world.size)
     loaders = {}
     for name, part in splits.items():
         loaders[name] = Loader(
