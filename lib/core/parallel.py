@@ -44,13 +44,14 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
 def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: Any = None) -> nn.Module:
     """Return the model on its device, with rank 0's values; for the stock engine inside DDP; or sharded (FSDP2).
 
+    It trains, but for norm layers and frozen parts of it that `get_model` put into evaluation mode.
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
     """
     fixed = [one for parent in model.modules() if parent.training for one in parent.children() if not one.training]
     model.train()  # pretrained ones come in evaluation mode
-    for one in fixed:  # a layer that get_model freezes stays in it, or a part without anything to train
-        one.train(any(True for _ in one.children()) and any(weight.requires_grad for weight in one.parameters()))
+    for one in fixed:  # norm layers, and what has no weight to train, stay as get_model left them
+        one.train(not isinstance(one, _NormBase) and any(weight.requires_grad for weight in one.parameters()))
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)

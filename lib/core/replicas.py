@@ -24,7 +24,6 @@ from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.data.plan import MicroBatch
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,7 @@ OWN = "is_loaded is_unscaled is_whole loaders logger logs_scalars loss may_stop 
 OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms scaler val_splits world".split()}
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-OURS = re.compile(r"lib\.(?!config|launch|run$|utils\.(?!data))")  # the modules that a fork changes, or adds
-OF_DATASETS = "collate_fn", "on_device", "sampler", "transform", "transforms", "target_transform"
+OURS = re.compile(r"lib\.(?!config|dataset|launch|run$|utils\.(?!data))")  # the modules that a fork changes, or adds
 CODE = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
@@ -49,10 +47,11 @@ class Checks:
     def __init__(self, trainer: Any):
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.schema = shards.schema(find_parts(trainer).weights())
-        own = {f"trainer.{key}": one for key, one in vars(trainer).items() if isinstance(one, Tensor | np.ndarray)}
-        marks = self.checksums(lambda name, one: name.startswith("trainer.") and not shards.is_sharded(one))
-        marks |= {name: Mark().of(one) for name, one in own.items()}
-        compare(marks, trainer.world, "after __init__ (a loader gives each its share)")
+        self.compare("at the start: of the samples, a loader gives each its share")
+        arrays = {key: Mark().of(one) for key, one in vars(trainer).items() if isinstance(one, Tensor | np.ndarray)}
+        ranks = distributed.gather(arrays, trainer.world)
+        if odd := [name for name in arrays if len({one.get(name, arrays[name]) for one in ranks}) > 1]:
+            log.warning("self.%s (%d) differs between the ranks: a loader gives each its share", odd[0], len(odd))
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
         self.agreed = 0  # the last step at which the ranks had the same weights
@@ -115,9 +114,20 @@ class Checks:
             advice = "compute it from the step, or make it a saved buffer or a state that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
         self.trainer.engine.share_buffers()
-        marks = self.checksums(lambda _, one: not shards.is_sharded(one)) if self.trainer.world.size > 1 else {}
-        compare(marks, self.trainer.world, f"at step {state.step}; at step {self.agreed} all were the same")
+        self.compare(f"at step {state.step}; at step {self.agreed} all were the same")
         self.agreed = state.step
+
+    def compare(self, when: str) -> None:
+        """Compare all copies of weights and states. Raises RuntimeError on all ranks, which call this together."""
+        world = self.trainer.world
+        mine = self.checksums(lambda _, one: not shards.is_sharded(one)) if world.size > 1 else {}
+        first = distributed.broadcast(mine, world)
+        odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
+        parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
+        if parted:
+            name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
+            fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values {when}"
+            raise RuntimeError(f"{fault}; each process must make them alike")
 
 
 def check_names(trainer: Any) -> None:
@@ -129,32 +139,18 @@ def check_names(trainer: Any) -> None:
             raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
 
 
-def compare(marks: dict[str, Any], world: World, when: str) -> None:
-    """Compare the marks of what all ranks must have alike. All call this at the same step.
-
-    Raises RuntimeError on all ranks; it names the first thing that differs, the ranks, and `when` that is.
-    """
-    first = distributed.broadcast(marks, world)
-    odd = [name for name in {**first, **marks} if first.get(name) != marks.get(name)]
-    parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
-    if parted:
-        name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
-        fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values {when}"
-        raise RuntimeError(f"{fault}; each process must make them alike")
-
-
 def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
     They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
-    numbers and transforms of datasets; variables of these classes and of their files, and of those of lib.
+    numbers, samplers and functions of datasets; variables of these classes and of their files, and of those of lib.
     """
     parts = find_parts(trainer)
-    skipped = {id(trainer), *(number for _, number in parts.ids())}
+    skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts.ids())}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
     own = vars(trainer).keys() - OF_BASE
     own -= getattr(trainer, "state_dict", dict)().keys()
-    named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
+    named: dict[str, Any] = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     named = {name: one.detach() if isinstance(one, Tensor) else one for name, one in named.items()}
     named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
     for part, root in parts.modules.items():
@@ -164,11 +160,12 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
     for split, loader in trainer.loaders.items():
-        for one in nested(loader.dataset):
-            plain = {} if hasattr(one, "set_epoch") else getattr(one, "__dict__", {})
-            kept = [key for key, value in plain.items() if isinstance(value, int | float) or key in OF_DATASETS]
-            steady = [key for key in kept if not (isinstance(plain[key], CODE) or hasattr(plain[key], "set_epoch"))]
-            named |= {f"the {split} samples' {key} (unseen by loaders: see set_epoch)": plain[key] for key in steady}
+        for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
+            for key, value in getattr(one, "__dict__", {}).items():
+                is_state = isinstance(value, int | float) or (key == "sampler" and not hasattr(value, "set_epoch"))
+                if is_state or callable(value):  # a transform, which reading may change, or another one in its place
+                    place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
+                    named.setdefault(place, []).append(value if is_state else id(value))
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}

@@ -338,7 +338,7 @@ class Trainer:
         In a pass each micro-batch counts its own. All ranks call it elsewhere (in no evaluation); rank 0's counts.
         """
         if self.logs_scalars is None:
-            raise UsageError(f"log_scalar({name!r}) in an evaluation: let evaluation_step return it, as a Ratio")
+            raise UsageError(f"log_scalar({name!r}) in an evaluation: return it there, or check model.training")
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
         parts = [part.full_tensor() if shards.is_sharded(part) else part for part in metrics.ratio(value)]
@@ -425,7 +425,6 @@ class Trainer:
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
-            self.logs_scalars = None
             for micro_batch, batch in self.loaders[split].epoch(0):
                 count = self.count_targets(batch, micro_batch.count)
                 with self.precision:
@@ -434,8 +433,7 @@ class Trainer:
                     totals.update(given, micro_batch.count)
                 if self.may_stop and self.stop.tick(training=False):
                     raise preemption.Stopped
-        # From here on all is as if there had been no evaluation, also what is drawn.
-        self.logs_scalars = self.world.is_main
+        # What is drawn from here on is as if there had been no evaluation.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
         return metrics.means(totals.reduce())
@@ -444,6 +442,7 @@ class Trainer:
     def evaluating(self) -> Iterator[None]:
         """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
         self.checks.run()
+        self.logs_scalars = None
         roots = find_parts(self).modules.values()
         modes = [(module, module.training) for root in roots for module in root.modules()]
         for root in roots:
@@ -451,6 +450,7 @@ class Trainer:
         try:
             yield
         finally:
+            self.logs_scalars = self.world.is_main
             for module, training in modes:
                 if module.training != training:
                     module.train(training)  # it may do more, as merging LoRA's weights

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
 HINTS = {  # by what is in an error of a GPU
     "OutOfMemoryError": "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp",
+    "DTensor random operators": "each rank would draw the same for its shard: take -parallel ddp",
     "device-side assert": "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index",
 }
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s

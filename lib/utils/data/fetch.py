@@ -153,6 +153,7 @@ class Fetch(Dataset):
     def __init__(self, dataset: MapDataset, seed: int, collate_fn: Callable | None = None):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed, self.length = seed, len(dataset)
+        self.by_epoch = [one for one in nested(dataset) if hasattr(one, "set_epoch")][::-1]  # the whole comes last
         self.places: dict[int, int] = {}  # of a worker process: inherited_places
         self.requests: Iterable[tuple[int, MicroBatch]] = ()  # what to fetch in the next epoch
         self.collate_fn = collate_fn or option(dataset, "collate_fn") or default_collate
@@ -169,7 +170,7 @@ class Fetch(Dataset):
         torch.set_num_threads(1)  # as torch's loader processes do: sums by another number have other bits
         try:
             with no_exit():  # sys.exit would end a worker without a message
-                for part in [one for one in nested(self.dataset) if hasattr(one, "set_epoch")]:
+                for part in self.by_epoch:
                     seeding.seed(seeding.SAMPLE, self.seed, epoch)
                     part.set_epoch(epoch)
                     if len(self.dataset) != self.length:

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from truth import same_bits_everywhere
 
-import lib.dataset
+import lib.arch
 from lib.core import loss, parallel, replicas
 from lib.core import optimizer as optimizers
 from lib.trainer import ema, trainer
@@ -564,9 +564,9 @@ class Keeps(trainer.Trainer):
 
     def on_evaluation(self, split, figures):
         self.schedule["start"] *= 0.5
-        self.loaders["train"].dataset.level = lib.dataset.level = self.state.step
+        self.loaders["train"].dataset.level = lib.arch.level = self.state.step
         of_subset = self.loaders["train"].dataset.dataset  # by -overfit
-        of_subset.transform = of_subset.sampler = [self.state.step]
+        of_subset.transform, of_subset.sampler = lambda image: image, [self.state.step]
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
@@ -575,7 +575,7 @@ OF_SAMPLES = [
 ]
 OF_SAMPLES = [f"{name} (unseen by loaders: see set_epoch)" for name in OF_SAMPLES]
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
-KEPT = [*"lib.dataset.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
+KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
 
 
 @pytest.mark.parametrize(
@@ -642,7 +642,6 @@ def center(self):
     return torch.cat([batch[0] for _, batch in self.loaders["train"].epoch(0)]).mean(0)
 
 
-CENTERS = with_change(lambda self: vars(self).update(center=center(self), rows=torch.ones(3), rank=self.world.rank))
 DRAWS = with_change(lambda self: nn.init.normal_(self.model[1].weight))
 KEEPS_CENTER = with_change(lambda self: setattr(self, "kept", nn.ParameterList([center(self)])))
 
@@ -665,9 +664,8 @@ PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at 
     ("edit", "more", "message"),
     [
         (OwnMean, "-cpu 2", "copies of self differ"),
-        (CENTERS, "-cpu 2", "copies of trainer.center differ: rank 1 and .* after __init__ .a loader gives"),
         (DRAWS, "-cpu 2 -parallel fsdp", "DTensor random operators"),
-        (KEEPS_CENTER, "-cpu 2 -deterministic no", "copies of trainer.kept.0 differ: .* after __init__"),
+        (KEEPS_CENTER, "-cpu 2 -deterministic no", "copies of trainer.kept.0 differ: .* at the start: of the"),
         (Calibrates, "-cpu 2", "copies of model.5.bias differ"),
         (Parts, "-cpu 3", PARTED),
         (Parts, "-cpu 3 -deterministic no", PARTED),
@@ -766,7 +764,7 @@ FIGURES = {  # what evaluation_step returns: what is said
 REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
     (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
-    (LOGS, "-cpu 1", "log_scalar('sure') in an evaluation: let evaluation_step return it, as a Ratio"),
+    (LOGS, "-cpu 1", "log_scalar('sure') in an evaluation: return it there"),
     (OwnZero, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
     (NESTED, "-cpu 2 -deterministic no", "a DistributedDataParallel is in another"),
     (SECOND_OPTIMIZER, "-cpu 2", "two optimizers train the same parameter"),
@@ -826,8 +824,10 @@ def test_a_buffer_that_evaluations_change_is_rank_0s(engine, tmp_path):
 
 def test_random_numbers_in_a_trainers_init_are_the_same_on_all_ranks_and_at_every_start(tmp_path):
     draws = with_change(lambda self: logging.getLogger("lib.trainer").info("drawn %r", torch.rand(()).item()))
-    with plugins(trainer={"draws": draws}):
+    centers = with_change(lambda self: vars(self).update(center=center(self), zeros=torch.zeros(3)), draws)
+    with plugins(trainer={"draws": centers}):
         folder = run(tmp_path, f"{FLAGS} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
+        assert "self.center (1) differs between the ranks: a loader gives each its share" in log_of(folder)
         run(tmp_path, f"{FLAGS} -trainer draws -cpu 1")
     drawn = [re.findall(r"drawn (.+)", log_of(folder, rank)) for rank in (0, 1)]
     assert [len(numbers) for numbers in drawn] == [2, 1] and len({*drawn[0], *drawn[1]}) == 1
