@@ -44,7 +44,6 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
 def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: Any = None) -> nn.Module:
     """Return the model on its device, with rank 0's values; for the stock engine inside DDP; or sharded (FSDP2).
 
-    It trains, but for norm layers and frozen parts of it that `get_model` put into evaluation mode.
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
     """
