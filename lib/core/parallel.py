@@ -47,7 +47,7 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
     """
-    fixed = [one for parent in model.modules() if parent.training for one in parent.children() if not one.training]
+    fixed = [one for parent in model.modules() for one in parent.children() if parent.training and not one.training]
     model.train()  # pretrained ones come in evaluation mode
     for one in fixed:  # norm layers, and what has no weight to train, stay as get_model left them
         one.train(not isinstance(one, _NormBase) and any(weight.requires_grad for weight in one.parameters()))

@@ -50,7 +50,8 @@ class Checks:
         self.compare("at the start: of the samples, a loader gives each its share")
         arrays = {key: Mark().of(one) for key, one in vars(trainer).items() if isinstance(one, Tensor | np.ndarray)}
         ranks = distributed.gather(arrays, trainer.world)
-        if odd := [name for name in arrays if len({one.get(name, arrays[name]) for one in ranks}) > 1]:
+        odd = [name for name, mark in arrays.items() if any(one.get(name, mark) != mark for one in ranks)]
+        if odd:
             log.warning("self.%s (%d) differs between the ranks: a loader gives each its share", odd[0], len(odd))
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
@@ -119,11 +120,10 @@ class Checks:
 
     def compare(self, when: str) -> None:
         """Compare all copies of weights and states. Raises RuntimeError on all ranks, which call this together."""
-        world = self.trainer.world
-        mine = self.checksums(lambda _, one: not shards.is_sharded(one)) if world.size > 1 else {}
-        first = distributed.broadcast(mine, world)
+        mine = self.checksums(lambda _, one: not shards.is_sharded(one)) if self.trainer.world.size > 1 else {}
+        first = distributed.broadcast(mine, self.trainer.world)
         odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
-        parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
+        parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, self.trainer.world)) if names]
         if parted:
             name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
             fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values {when}"

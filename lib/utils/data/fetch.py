@@ -182,7 +182,7 @@ class Fetch(Dataset):
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
             if isinstance(error := self.shared_file() or error, UsageError):
-                return micro_batch, UsageError(f"{error} (while {place})")  # raised, it'd have a worker's traceback
+                return micro_batch, UsageError(f"{error} (while {place})")  # raised, it would show a worker's
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes
             raise RuntimeError(f"{text} (while {place})") from error
         finally:
