@@ -25,14 +25,7 @@ class Run:
     """What this process knows of its run before the training."""
 
     def __init__(self, args: Args, dataset: Any, stack: contextlib.ExitStack):
-        """Find out what the run is, by then nothing is written. Raises UsageError if it cannot be what the flags say.
-
-        1. Join the process group, and set up this process's device.
-        2. Lock the run's folder, unless this is -eval or -debug.
-        3. Find what its first start settled, and its newest good checkpoint.
-        4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
-        5. Set the number of threads, and compare flags and data with those before.
-        """
+        """Find out what the run is. Nothing is written by then. Raises UsageError if it cannot be what the flags say."""
         self.args, self.stack, self.mirror = args, stack, None
         self.splits, self.skipped = loader.splits(dataset, args.dataset, args.overfit), {}
         watchdog.begin(distributed.rendezvous())
@@ -102,6 +95,8 @@ class Run:
         for name in [name for name, value in self.plan.data.items() if value == fingerprint.NEVER_THE_SAME]:
             split = name.removesuffix(" digest")
             log.warning("the samples of %s differ each time they are read: no resume is exact (own generators?)", split)
+        if args.lr_warmup * self.plan.steps >= self.plan.total_steps:
+            log.warning("-lr_warmup %g (epochs) is as long as the run: the learning rate never falls", args.lr_warmup)
         if self.changes:
             log.warning("changed since the run began: %s", self.changes)
         loaders = loader.open_loaders(self.splits, self.plan, world, args, self.stack)

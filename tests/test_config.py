@@ -147,6 +147,7 @@ def test_no_command_line_ends_in_a_traceback(command):
         ("-gpus 0 -cpu 2", "-gpus and -cpu exclude each other: give one of them"),
         ("-batch_size 8 -batch_per_gpu 8", "give one of them"),
         ("-batch_size=8 --batch_per_gpu=8", "give one of them"),
+        ("-steps 9 -eval_every 2", "-eval_every 2 with -steps: say 2steps or 2epochs"),
         ("-lr_start 1e-3 -lr_end 1e-2", "-lr_end 0.01 is above -lr_start 0.001"),
     ],
 )

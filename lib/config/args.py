@@ -56,6 +56,9 @@ def check_combinations(args: Args, given: set[str]) -> None:
     for one, other in (*EITHER_OR, ("fp16", "bf16")):
         if {one, other} <= given and getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
+    for name in ("eval_every", "save_every"):
+        if args.steps and (number := getattr(args, name)).isdigit():
+            raise UsageError(f"-{name} {number} with -steps: say {number}steps or {number}epochs")
     if args.mirror:
         load_optional("scripts.mirror", "-mirror").check(args.mirror, args.out)
     if args.lr_end > args.lr_start:

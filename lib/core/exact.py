@@ -99,10 +99,6 @@ class Engine:
             parameter.grad = gradient if is_used else None
         return flags[count:].view(-1, 2)
 
-    def share_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, before an evaluation or a save."""
-        self.buffers.share()
-
 
 def sum_over_ranks(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: list[Tensor]) -> list[Tensor]:
     """Return the sums of the nodes of all ranks, each laid out in memory like its tensor in `like`.

@@ -101,7 +101,7 @@ class Engine:
         return self.figures
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, before an evaluation."""
+        """Give all ranks the buffers of rank 0, before an evaluation or a save."""
         for module in self.modules if self.world.size > 1 else ():
             averages = [one for name, one in module.named_parameters() if is_statistic(name)]  # as ema.py keeps them
             take_first([*module.buffers(), *averages])

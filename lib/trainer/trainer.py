@@ -215,6 +215,9 @@ class Trainer:
             raise UsageError("-fp16: optimizer_step must call clip_gradients(), which takes the scaler's factor out")
         if not isinstance(norm, Tensor) or norm.ndim:
             raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
+        takes_all = type(self).due_optimizers is Trainer.due_optimizers
+        if takes_all and self.is_whole and self.checks.steps < 4 and math.isfinite(norm):
+            log.warning("optimizer_step takes no step, and drops this gradient; for larger batches: -batch_size")
         self.pending_norms.append(norm)
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
@@ -406,10 +409,7 @@ class Trainer:
             self.on_evaluation(split, found[split])
 
     def on_evaluation(self, split: str, figures: dict[str, float]) -> None:
-        """Do nothing: override it for what a validation decides, as ReduceLROnPlateau does. The save comes later.
-
-        `figures` are the same on all ranks.
-        """
+        """Do nothing: override it for what a validation decides. All ranks get the same figures; a save follows."""
 
     def on_epoch_end(self) -> None:
         """Do nothing: override it for what comes after an epoch's last step and validation. The save comes later."""
@@ -425,14 +425,18 @@ class Trainer:
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
+            is_stopped = False
             for micro_batch, batch in self.loaders[split].epoch(0):
                 count = self.count_targets(batch, micro_batch.count)
                 with self.precision:
                     given = self.evaluation_step(self.model, batch, count)
                 if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
                     totals.update(given, micro_batch.count)
-                if self.may_stop and self.stop.tick(training=False):
-                    raise preemption.Stopped
+                if is_stopped := self.may_stop and self.stop.tick(training=False):
+                    break
+        self.engine.buffers.share()  # which the passes may have changed
+        if is_stopped:
+            raise preemption.Stopped
         # What is drawn from here on is as if there had been no evaluation.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)

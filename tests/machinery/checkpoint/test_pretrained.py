@@ -135,7 +135,6 @@ def test_checkpoints_of_other_programs_are_read(tmp_path, program, name):
 
 @pytest.mark.parametrize(("ending", "write"), [("safetensors", save_file), ("bin", torch.save)])
 def test_a_folder_of_shards_is_read_by_its_index(tmp_path, ending, write):
-    """Two shards, as Hugging Face writes them."""
     given, made = Tied(), Tied()
     tensors = {name: value for name, value in tensors_of(given).items() if name != "head.weight"}
     files = {name: f"m-0000{n % 2 + 1}-of-00002.{ending}" for n, name in enumerate(tensors)}

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.timeout(900)  # many runs in turn
 
 
 def test_the_commands_of_the_first_hour_work_in_turn(fork):
-    """On the user's own photos."""
     hour = commands(PAGES["docs/extending.md"].split("## The first hour")[1].split("\n## ")[0])
     hour = [command for command in hour if "-slurm" not in command and "-watch" not in command]
     output = dict(zip(hour, [run_command(fork, command) for command in hour], strict=True))

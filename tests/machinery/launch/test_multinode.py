@@ -150,7 +150,6 @@ def test_each_command_of_torchrun_applies_reset_also_under_one_id(more, tmp_path
 
 
 def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path, monkeypatch, refused):
-    """Only folders and devices may differ between nodes."""
     _set_flags_by_rank(monkeypatch, lambda rank, args: {"lr_start": 0.5, "out": f"{tmp_path}/own"} if rank else {})
     message = refused(f"{SMALL} -cpu 3")
     assert message == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"

@@ -37,7 +37,6 @@ def relative_distance(one: dict, other: dict) -> float:
 
 
 def test_a_stock_fsdp_run_ends_with_the_weights_of_ddp_up_to_rounding(tmp_path):
-    """In the exact engine they have the same bits: test_exact.py."""
     runs = "-cpu 2 -model ddp", "-cpu 3 -deterministic no -recompute -parallel fsdp -model fsdp"
     assert relative_distance(*(weights(run(tmp_path, f"{NET} {flags}")) for flags in runs)) < 1e-5
 

@@ -379,13 +379,15 @@ class ThawsAlone(trainer.Trainer):
 
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
-def test_a_parameter_with_a_gradient_that_no_optimizer_trains_is_named(engine, tmp_path, caplog):
-    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": BARE}
+def test_gradients_that_no_optimizer_uses_are_named(engine, tmp_path, caplog):
+    waits = overriding(optimizer_step=lambda self: torch.zeros(()))
+    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": BARE, "waits": waits}
     with plugins(trainer=edits, arch={"plain": plain_net}):
         for name in edits:
             run(tmp_path, f"{FLAGS} -arch plain -trainer {name} -cpu 1 -model {name} {engine}")
     for named in ("trainer.scale (1 in all)", "1.weight (2 in all)", "trainer.layer.weight (2 in all)"):
         assert f"no optimizer trains {named}, which has a gradient" in caplog.text
+    assert caplog.text.count("optimizer_step takes no step") == 4
 
 
 def with_buffer(made):
@@ -647,8 +649,6 @@ KEEPS_CENTER = with_change(lambda self: setattr(self, "kept", nn.ParameterList([
 
 
 class Parts(trainer.Trainer):
-    """Draws from the rank's own generator, so that the ranks part."""
-
     def optimizer_step(self):
         norm = super().optimizer_step()
         if self.state.step == 5:
@@ -657,6 +657,10 @@ class Parts(trainer.Trainer):
         return norm
 
 
+MOVES = with_change(  # moves a buffer by the rank's number
+    lambda self: self.model.register_buffer("place", torch.zeros(())),
+    overriding(on_epoch_end=lambda self: self.model.place.add_(self.world.rank)),
+)
 PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all were the same"
 
 
@@ -667,6 +671,7 @@ PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at 
         (DRAWS, "-cpu 2 -parallel fsdp", "DTensor random operators"),
         (KEEPS_CENTER, "-cpu 2 -deterministic no", "copies of trainer.kept.0 differ: .* at the start: of the"),
         (Calibrates, "-cpu 2", "copies of model.5.bias differ"),
+        (MOVES, "-cpu 2", "copies of model.place differ"),
         (Parts, "-cpu 3", PARTED),
         (Parts, "-cpu 3 -deterministic no", PARTED),
     ],
