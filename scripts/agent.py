@@ -21,13 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib import config
 from lib.launch import environment, local
-from lib.utils.errors import FINISHED, UsageError
+from lib.utils.errors import FINISHED, USAGE, UsageError
 
 AGENT_S = 5  # seconds that torchrun waits for its workers beyond -grace_s
 
 
-def main(launcher: str, *arguments: str) -> int:
+def main(launcher: str = "", *arguments: str) -> int:
     """Print lines of shell. Returns the exit code."""
+    if launcher != "slurm" and not (launcher == "elastic" and arguments):
+        print(__doc__, file=sys.stderr)
+        return FINISHED if launcher in ("-h", "--help") else USAGE
     head, arguments = (arguments[0], arguments[1:]) if launcher == "elastic" else (None, arguments)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell

@@ -6,6 +6,7 @@ saved the tensors do. Exit code 0: all tensors are the same, to the bit; 1: some
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,4 +130,5 @@ def describe(one: Tensor | None, other: Tensor | None) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other programs do where `| head` has read enough
     sys.exit(main())

@@ -89,6 +89,11 @@ SHARED = {  # files that are left out with the last of these parts
     "scripts/reading.py": "tools sweep trackers mirror",
     "scripts/status.py": "tools sweep",
 }
+SECTIONS = {  # of shared pages, by their headings: they go with the part
+    "On Slurm": "slurm",
+    "On Kubernetes": "kubernetes",
+    "On nodes that come and go": "elastic",
+}
 TEMPLATE_ONLY = (  # about the template itself
     ".ci/* .github/* .pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md docs/chaos.md "
     "docs/compat.md docs/scaling.md docs/terminal.png scripts/project.py tests/machinery/*"
@@ -282,6 +287,7 @@ class Project:
         self.name, self.there = name, there  # `there`: the template's files
         self.old = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
         left_out = [PARTS[one] for one, kept in parts.items() if not kept]
+        self.absent_sections = [title for title, part in SECTIONS.items() if not parts[part]]
         patterns = " ".join([TEMPLATE_ONLY, *[part.files for part in left_out]]).split()
         patterns += [file for file, users in SHARED.items() if not any(parts[one] for one in users.split())]
         self.files = {file for file in there if not any(fnmatch(file, pattern) for pattern in patterns)}
@@ -325,6 +331,8 @@ class Project:
         elif file in OVERVIEWS:
             text = self.items_of_project(text, file)
         if file.endswith(".md"):
+            for title in self.absent_sections:
+                text = re.sub(rf"^## {title}\n.*?(?=^## |\Z)", "", text, flags=re.M | re.S)
             text = re.sub(r"\n{3,}", "\n\n", self.unlink(text, file))
         return rename(text, self.old, self.name).encode()
 

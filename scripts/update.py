@@ -79,7 +79,7 @@ def merge_branch() -> int:
     """Merge the branch, and print what Git says. Returns the exit code."""
     run = subprocess.run(["git", "merge", "--no-edit", "--ff", BRANCH], cwd=ROOT, capture_output=True, text=True)
     if run.returncode == 0:
-        print(f"{run.stdout}try: ./scripts/test.sh")
+        print(run.stdout.strip(), "" if run.stdout.startswith("Already") else "try: ./scripts/test.sh", sep="\n")
         return 0
     if not git(ROOT, "ls-files", "--unmerged"):
         raise ValueError(f"git merge {BRANCH}: {' '.join(run.stderr.split())}")
