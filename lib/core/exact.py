@@ -48,6 +48,7 @@ class Engine:
                     group.set_custom_reduce_scatter(self.scatters[-1])
                 if isinstance(group, DistributedDataParallel):
                     group.require_backward_grad_sync = False  # or they would be summed twice
+                    group.broadcast_buffers = False  # `buffers` shares them
 
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""

@@ -71,14 +71,21 @@ class Checks:
         At the first step a teacher is still a copy of the model, and a layer may take its first values from the data.
         """
         watched = self.steps in (1, 10, 100) and not self.changed and micro_batch.first and micro_batch.step_parts > 1
-        before = self.checksums(lambda name, _: not is_statistic(name)) if watched else {}
+        before = self.marks() if watched else {}
         yield
-        after = self.checksums(lambda name, _: not is_statistic(name)) if watched else {}
-        changed = [name for name in after if after[name] != before.get(name)]
-        if changed:
-            self.changed = changed
-            fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), once a micro-batch"
+        after = self.marks() if watched else {}
+        self.changed += [name for name in after if after[name] != before.get(name)]
+        if watched and self.changed:
+            fault = f"training_step changes {', '.join(self.changed[:4])} ({len(self.changed)}), once a micro-batch"
             log.warning("%s: other processes do so another number of times; optimizer_step does once", fault)
+
+    def marks(self) -> dict[str, Any]:
+        """Return marks of what no pass should change on this rank."""
+        marks = self.checksums(lambda name, _: not is_statistic(name)) | {"torch's seed": torch.initial_seed()}
+        group: Any = torch.distributed.group.WORLD if self.trainer.world.size > 1 else None
+        if group and self.trainer.plan.engine == "exact" and self.trainer.args.parallel != "fsdp":  # which calls some
+            marks["the number of collectives"] = group._get_sequence_number_for_group()
+        return marks
 
     def checksums(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, Any]:
         """Return marks of the parts' wanted tensors on this rank, and of other states."""

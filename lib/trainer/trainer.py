@@ -416,10 +416,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float]:
-        """Return the metrics of a split over the samples of all ranks.
-
-        Raises preemption.Stopped if all ranks agree to stop, in an evaluation that the next start can repeat.
-        """
+        """Return a split's metrics over the samples of all ranks. Raises preemption.Stopped if a stop ends it."""
         totals = metrics.Sums()
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()

@@ -44,10 +44,7 @@ def has_whole_state(trainer: Any) -> bool:
 
 
 def save(trainer: Any) -> None:
-    """Publish a checkpoint of the last whole step, without the other ranks, unless one of them has done so.
-
-    Raises OSError or RuntimeError if this rank cannot.
-    """
+    """Publish the last whole step, unless another rank has done so. Raises OSError or RuntimeError if it cannot."""
     if not has_whole_state(trainer):
         raise RuntimeError("each rank has all of it only on the CPU, without FSDP, and not with -deterministic no")
     disconnect()

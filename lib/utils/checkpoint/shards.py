@@ -128,10 +128,7 @@ def make_empty(schema: dict[str, list]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read(folder: Path, names: list[str], tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors, whole or sharded, in place, from the files of a checkpoint; open no more than needed.
-
-    Raises Damaged if all of them lack a part of a tensor.
-    """
+    """Fill tensors, whole or sharded, from the files of a checkpoint. Raises Damaged if all lack a part of one."""
     targets = {name: _local_and_offset(tensor) for name, tensor in tensors.items()}
     missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
     for file in names:

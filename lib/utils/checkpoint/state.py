@@ -187,10 +187,7 @@ class Parts:
         return {name.removeprefix("model."): one for name, one in named.items() if isinstance(one, nn.Parameter)}
 
     def trained(self, part: str) -> list[list[str]]:
-        """Return the names of the parameters in each group of an optimizer; torch numbers them in this order.
-
-        Raises UsageError if a parameter is in none of the modules.
-        """
+        """Return the parameters' names by group, in torch's order. Raises UsageError for one that no module has."""
         names = {parameter: name for name, parameter in self.parameters().items()}
         groups = [group["params"] for group in self.optimizers[part].param_groups]
         if not names.keys() >= {*itertools.chain(*groups)}:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,13 +65,21 @@ def _class_names(part: MapDataset) -> list[str]:
 
 def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
     """Return the digest of the first, middle and last sample of a split, each fetched under its own seed."""
-    keys = [MicroBatch(0, n, [n], 1, 1, 1, first=True, last=True) for n in (0, len(part) // 2, len(part) - 1)]
-    digest = functools.partial(_digest, data=args.data)
+    key = MicroBatch(0, 0, [0, len(part) // 2, len(part) - 1], 3, 3, 1, first=True, last=True)
+    digest = functools.partial(_digest_batch, collate_fn=option(part, "collate_fn", len), data=args.data)
     reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)
     with contextlib.closing(reader):
         reader.begin_fetching()
-        first, *others = (digest([sample for _, sample in reader(0, keys)]) for _ in range(4))  # two may be alike
-    return first if {*others} == {first} else NEVER_THE_SAME
+        first, *others = (_digest(batch, args.data) for _ in range(4) for _, batch in reader(0, [key]))
+    return first if {*others} == {first} else NEVER_THE_SAME  # of four, as two may be alike
+
+
+def _digest_batch(items: list, collate_fn: Callable, data: str) -> str:
+    """Return the digest of samples, and of the batch that a dataset's own collate_fn makes of them, if it can."""
+    batch = None
+    with contextlib.suppress(Exception):  # it may take another number of them
+        batch = collate_fn(items)
+    return _digest([items, batch], data)
 
 
 def _digest(value: Any, data: str, depth: int = 9) -> str:
@@ -79,9 +87,7 @@ def _digest(value: Any, data: str, depth: int = 9) -> str:
     if isinstance(value, Tensor) and not value.is_nested:
         whole = value.detach().cpu().to_dense().resolve_conj().contiguous()
         content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
-    elif str(getattr(value, "dtype", "")) == "object":
-        content = _digest(value.tolist(), data, depth - 1)
-    elif isinstance(value, Mapping | list | tuple | Tensor):
+    elif isinstance(value, Mapping | list | tuple | Tensor) or str(getattr(value, "dtype", "")) == "object":
         parts = value.items() if isinstance(value, Mapping) else value  # a tensor's, of those that are nested
         content = [_digest(one, data, depth - 1) for one in parts]
     elif hasattr(value, "tobytes"):  # an array, or an image of Pillow

@@ -13,7 +13,7 @@ from items import Items
 from PIL import Image
 from runs import few, plugins, run, same_tensors, weights
 from saves import SMALL, log_of, names, refused, stop_at
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 
 from lib.trainer import trainer
 from lib.utils.checkpoint import resume
@@ -120,10 +120,13 @@ def test_the_facts_are_the_same_with_any_number_of_loader_processes_and_do_not_d
 
 def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_path):
     own = torch.Generator()
-    part = Items([lambda: (torch.rand(64, generator=own), 1)] * 20)
+    read = lambda *_: (torch.rand(64, generator=own), 1)  # noqa: E731
+    val = Items([(torch.ones(64), 1)] * 20, collate_fn=lambda items: default_collate([*map(read, items)]))
+    part = {"train": Items([read] * 20), "val": val}
     with plugins(dataset={"own": lambda args: part}):
         folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2")
-    assert "the samples of train differ each time they are read: no resume is exact" in log_of(folder)
+    for split in part:
+        assert f"the samples of {split} differ each time they are read: no resume is exact" in log_of(folder)
 
 
 def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):
