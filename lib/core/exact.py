@@ -62,10 +62,7 @@ class Engine:
         self.buffers.before(micro_batch)
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
-        """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding.
-
-        `figures` (2,), its mean loss and its number of targets, are for all ranks.
-        """
+        """Add a micro-batch's gradients to the sum, none of padding. `figures` (2,): its mean loss, its targets."""
         self.buffers.after()
         loss.backward()
         self.figures = figures

@@ -66,11 +66,12 @@ class Checks:
 
     @contextlib.contextmanager
     def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Name what a pass of a start's steps 2, 11, 101 changes: tensors but running statistics, and other states.
+        """Name what a pass of a start's steps 2, 11, 101, or of an epoch's first, changes: tensors, states, a seed.
 
         At the first step a teacher is still a copy of the model, and a layer may take its first values from the data.
         """
-        watched = self.steps in (1, 10, 100) and not self.changed and micro_batch.first and micro_batch.step_parts > 1
+        is_due = self.steps in (1, 10, 100) or (self.steps and micro_batch.step == 0)
+        watched = is_due and micro_batch.first and micro_batch.step_parts > 1 and not self.changed
         before = self.marks() if watched else {}
         yield
         after = self.marks() if watched else {}
@@ -167,6 +168,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
+    for name, one in parts.parameters().items():
+        named |= {f"{name}.{key}": value for key, value in vars(one).items() if type(one) is nn.Parameter}
     for split, loader in trainer.loaders.items():
         for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
             for key, value in getattr(one, "__dict__", {}).items():

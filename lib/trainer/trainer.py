@@ -217,7 +217,7 @@ class Trainer:
             raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
         takes_all = type(self).due_optimizers is Trainer.due_optimizers
         if takes_all and self.is_whole and self.checks.steps < 4 and math.isfinite(norm):
-            log.warning("optimizer_step takes no step, and drops this gradient; for larger batches: -batch_size")
+            log.warning("optimizer_step lets no optimizer step; gradients of several do not add up: see -batch_size")
         self.pending_norms.append(norm)
         self.state.step += 1
         self.state.samples += micro_batch.step_samples

@@ -388,7 +388,7 @@ def test_gradients_that_no_optimizer_uses_are_named(engine, tmp_path, caplog):
             run(tmp_path, f"{FLAGS} -arch plain -trainer {name} -cpu 1 -model {name} {engine}")
     for named in ("trainer.scale (1 in all)", "1.weight (2 in all)", "trainer.layer.weight (2 in all)"):
         assert f"no optimizer trains {named}, which has a gradient" in caplog.text
-    assert caplog.text.count("optimizer_step takes no step") == 4
+    assert caplog.text.count("optimizer_step lets no optimizer step") == 4
 
 
 def with_buffer(made):
@@ -473,6 +473,7 @@ class Everywhere(trainer.Trainer):
 
     def optimizer_step(self, made=[0]):  # noqa: B006
         made[0] += 1
+        vars(self.model[1].weight)["calls"] = made[0]
         global COUNTED
         COUNTED += 1
         self.calls["steps"] += 1
@@ -585,7 +586,7 @@ KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".sp
     ("edit", "more", "changed"),
     [
         (Keeps, "-cpu 2 -overfit 48", KEPT),
-        (Everywhere, "-cpu 2", ["lib.core.optimizer.HISTORY", *COUNTS, "trainer.large"]),
+        (Everywhere, "-cpu 2", ["1.weight.calls", "lib.core.optimizer.HISTORY", *COUNTS, "trainer.large"]),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
 )
