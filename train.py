@@ -40,11 +40,11 @@ def train(args: config.Args) -> int:
     from lib.utils import seeding, watchdog
 
     with watchdog.watch(args.hang_minutes), contextlib.ExitStack() as stack:
-        seeding.seed(seeding.MODEL, args.seed)  # a dataset may draw while it is built
         dataset, arch, trainers = plugins.load_chosen(args)
         if args.step_times or args.peak_tflops:
             trainers = load_optional("scripts.step_times", "-step_times").Timed(trainers)
         watchdog.begin(f"get_dataset of -dataset {args.dataset}")
+        seeding.seed(seeding.MODEL, args.seed)  # a dataset may draw while it is built
         data = dataset.get_dataset(args)
         run = Run(args, data, stack)  # who this process is, the run's folder, its past, how its steps are cut
         model = run.build(arch)  # on its device, in DistributedDataParallel or FSDP2

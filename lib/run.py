@@ -68,6 +68,8 @@ class Run:
         of_torch = type(loss).__module__.startswith("torch.")  # another may divide its sum itself
         if of_torch and getattr(loss, "reduction", "mean") == "sum":  # micro-batches would change the step
             raise UsageError(f"-loss {self.args.loss} has reduction='sum': it must return the mean over a batch")
+        if of_torch and isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
+            raise UsageError(f"-loss {self.args.loss} divides by the sum of its class weights: take -class_weights")
         if self.args.class_weights == "balanced":
             sampling = load_optional("scripts.sampling", "-class_weights balanced")
             sampling.balance_loss(loss, self.splits["train"], self.args)

@@ -29,6 +29,9 @@ def names(kind: str) -> list[str]:
 
 def load(kind: str, name: str) -> ModuleType:
     """Import lib/KIND/NAME.py. Raises UsageError if it lacks its builder, or needs a package that is missing."""
+    from lib.utils import seeding  # which imports torch
+
+    seeding.seed(seeding.IMPORT)  # its variables are the same at each start
     with no_exit():
         module = load_optional(f"lib.{kind}.{name}", f"-{kind} {name}")
     if not hasattr(module, BUILDERS[kind]):
@@ -73,10 +76,7 @@ def load_flags(kind: str, name: str) -> ModuleType:
 
 
 def needed_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Return add_args and describe with the functions and imports that they use, directly or not.
-
-    Raises LookupError if they use anything else, as a constant: only the whole file shows what it is.
-    """
+    """Return add_args and describe with what they use. Raises LookupError if that is no function or import."""
     # A definition binds its name, and any other statement may bind all names in it.
     bound = {one: {one.name} if isinstance(one, DEFINITIONS) else names_in(one) for one in statements}
     kept, wanted = [], {"add_args", "describe", "annotations", "*"}  # __future__ changes how the rest is read

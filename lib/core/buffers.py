@@ -10,27 +10,16 @@ from lib.utils import distributed
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch, Plan
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of torch's norm layers
 
 
-def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
-    """Let BatchNorm refuse in the first pass, and not in a later one, micro-batches of one sample without places."""
-    cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
-    advice = "-drop_last, another -batch_size, or a -micro_batch of 2 or more makes larger ones"
-    skipped = nn.SyncBatchNorm if distributed.current_world().size > 1 else ()
-
-    def check(module: nn.Module, inputs: tuple) -> None:
-        values = inputs[0] if inputs else torch.empty(0, 0)
-        if module.training and len(values) <= plan.micro and values.numel() == len(values) * values.shape[1] > 0:
-            raise UsageError(f"{cause}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
-
-    if min(len(part) for step in (0, plan.steps - 1) for part in plan.cut(step)) == 1:
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, skipped):
-                module.register_forward_pre_hook(check)
+def warn_of_single_samples(model: nn.Module, plan: Plan) -> None:
+    """Warn of micro-batches of one sample, on which BatchNorm cannot train unless it has places."""
+    smallest = min(len(part) for step in (0, plan.steps - 1) for part in plan.cut(step))
+    if smallest == 1 and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules()):
+        log.warning("a micro-batch has one sample, on which BatchNorm may fail: see -drop_last and -batch_size")
 
 
 def is_statistic(name: str) -> bool:

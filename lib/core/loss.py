@@ -45,9 +45,11 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
     if loss is not None:
-        if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not got_targets:
-            found = "the model got no targets and returns a number next to outputs: is it the whole loss, or a part?"
-            raise UsageError(f'{found} Return {{"loss": number}} for the whole; sum parts in a trainer of yours')
+        may_be_output = isinstance(answer, Tensor) and count_targets(criterion, batch, 1) == 1  # after squeeze()
+        is_part = isinstance(answer, (tuple, list)) and outputs is not None
+        if (may_be_output or is_part) and targets is not None and not got_targets:
+            found = "the model got no targets and returns a number: is it the whole loss, or a part, or an output?"
+            raise UsageError(f'{found} Return {{"loss": number}} for the whole; sum parts in a trainer; no squeeze()')
         # Without the targets, outputs need not be predictions (an autoencoder's are not). With rows of
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
@@ -57,7 +59,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     if outputs is None or targets is None or (is_ours and not isinstance(targets, Tensor)):
         found = f"the model returns a {type(answer).__name__} without a loss"
         raise _wrong_batch(batch, f", and {found} for targets of type {type(targets).__name__}")
-    if isinstance(criterion, REGRESSION):
+    if isinstance(criterion, PAIRWISE):
         if outputs.shape != targets.shape or targets.is_complex():  # torch would stretch one of them
             shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
             raise UsageError(f"{shapes}: this -loss needs real numbers of one shape, (samples, 1) for -num_classes 1")
@@ -204,7 +206,8 @@ def check_probabilities(criterion: nn.Module) -> None:
 
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}
-REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
+REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
+PAIRWISE = (*REGRESSION, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss)  # a target for each output
 
 
 def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Ratio]:

@@ -37,6 +37,7 @@ OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 OURS = re.compile(r"lib\.(?!config|dataset|launch|run$|utils\.(?!data))")  # the modules that a fork changes, or adds
 CODE = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
+OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: seed it, or make it a saved buffer"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
 MOST_BYTES, MOST_VALUES = 1 << 25, 1 << 14  # of what `plain_values` compares of a value, and of an array in it
 
@@ -48,13 +49,10 @@ class Checks:
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.schema = shards.schema(find_parts(trainer).weights())
         self.compare("at the start: of the samples, a loader gives each its share")
-        arrays = {key: Mark().of(one) for key, one in vars(trainer).items() if isinstance(one, Tensor | np.ndarray)}
-        ranks = distributed.gather(arrays, trainer.world)
-        odd = [name for name, mark in arrays.items() if any(one.get(name, mark) != mark for one in ranks)]
-        if odd:
-            log.warning("self.%s (%d) differs between the ranks: a loader gives each its share", odd[0], len(odd))
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
+        self.fixed: dict[str, str] = {}  # of its tensors and floats, with shapes: those that have not changed since
+        self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes, as its second step shows
@@ -68,10 +66,11 @@ class Checks:
     def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Name what a pass of a start's steps 2, 11, 101, or of an epoch's first, changes: tensors, states, a seed.
 
-        At the first step a teacher is still a copy of the model, and a layer may take its first values from the data.
+        At a run's first step a teacher is a copy of the model, and a layer may take its first values from the data.
         """
-        is_due = self.steps in (1, 10, 100) or (self.steps and micro_batch.step == 0)
-        watched = is_due and micro_batch.first and micro_batch.step_parts > 1 and not self.changed
+        is_due = self.trainer.state.step and (self.steps in (0, 1, 10, 100) or micro_batch.step == 0)
+        has_parts = micro_batch.step_parts > 1 or not self.steps  # after a resume a layer may begin anew
+        watched = is_due and micro_batch.first and has_parts and not self.changed
         before = self.marks() if watched else {}
         yield
         after = self.marks() if watched else {}
@@ -115,11 +114,17 @@ class Checks:
         known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
-        for text, names in ((UNTRAINED, odd), (IDLE, idle if known and self.steps else [])):
+        now = plain_values(self.trainer) if self.values else {}
+        same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
+        if now:
+            self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
+        others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
+        parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
+        for text, names in ((UNTRAINED, odd), (IDLE, idle if known and self.steps else []), (OTHER, parted)):
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
             self.said[text] = names
-        if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
+        if names := find_changes(self.values, now):
             advice = "compute it from the step, or make it a saved buffer or a state that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
         if self.trainer.plan.engine == "stock":  # DDP shares them in the next pass; the exact engine after each
@@ -181,7 +186,10 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
             named |= {f"{part}.{key}": value for key, value in own.items() if not isinstance(value, CODE)}
-    return {name: Mark(skipped, storages).of(value) for name, value in named.items()}
+    marks = {name: Mark(skipped, storages).of(value) for name, value in named.items()}
+    kept = {name: one for name, one in named.items() if isinstance(one, Tensor | np.ndarray | float)}
+    shapes = {name: tuple(getattr(one, "shape", ())) for name, one in kept.items()}
+    return marks | {name: f"{shape} {marks[name]}" for name, shape in shapes.items() if marks[name] is not None}
 
 
 def variables(objects: list[Any]) -> dict[str, Any]:

@@ -61,10 +61,7 @@ def has_rank() -> bool:
 
 
 def choose_gpus(args: Args) -> None:
-    """Make only the GPUs of -gpus visible, or none with -cpu; CUDA must not be initialized yet.
-
-    Number i means the i-th of those that are visible now. Raises UsageError for one beyond them.
-    """
+    """Make only -gpus visible, counted among those that are now, or none with -cpu. Raises UsageError."""
     chosen = args.gpus or ""  # with -cpu, an optimizer would start CUDA on the first GPU (torch 2.15)
     visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
     if args.gpus and visible:

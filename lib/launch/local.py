@@ -27,10 +27,7 @@ SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank t
 
 
 def start(args: Args, target: str) -> int:
-    """Run `target` ("module:function", called with args) in as many processes as args ask for here.
-
-    Returns the exit code. Raises UsageError, and in a run of one process whatever it fails with.
-    """
+    """Run `target` ("module:function") in as many processes as args ask for. Returns the exit code."""
     if args.debug:  # at a breakpoint, Ctrl-C is the debugger's
         return start_one(args, target)
     with signals.exit_on_signal():

@@ -65,7 +65,7 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        buffers.refuse_single_samples(model, self.plan)
+        buffers.warn_of_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.logs_scalars = world.is_main  # in a pass: whether this one is no padding; None in an evaluation
@@ -158,6 +158,7 @@ class Trainer:
         if past.manifest["state"]["best"]:
             self.checkpoints.best = resume.best_weights(past, self.world) or None
         self.state = resume.restore_state(past, self.plan)
+        self.checks.fixed = self.checks.before = past.manifest.get("fixed", {})
         saved = self.state.unlogged
         self.loss_sums.add({name: saved[name] for name in saved.keys() & {"loss", "samples"}})
         if self.world.is_main:
@@ -249,7 +250,7 @@ class Trainer:
     def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
         """Make the step's sums of gradients those of the mean over all its targets, `total` (0-d)."""
         if micro_batch.step_parts > 1:
-            factor = micro_batch.step_samples / total.clamp_min(1)
+            factor = micro_batch.step_samples / total.where(total > 0, 1)
             if factor.device.type != "cpu" or factor != 1:
                 gradients = [shards.local_part(one.grad) for one in self.trained if one.grad is not None]
                 torch._foreach_mul_(gradients, factor)
@@ -472,7 +473,7 @@ class Trainer:
         parts = find_parts(self)
         tensors = parts.weights()
         facts = {"state": dataclasses.asdict(self.state), "config": self.config, "states": parts.states(tensors)}
-        return tensors, {**facts, "about": runtime.describe(self.world)}
+        return tensors, {**facts, "fixed": self.checks.fixed, "about": runtime.describe(self.world)}
 
     def weights_fault(self) -> str:
         """Return why the weights are not worth keeping, "" if they are; the same on all ranks."""

@@ -89,10 +89,7 @@ def rendezvous() -> str:
 
 
 def pick_device(args: Namespace, local_rank: int) -> torch.device:
-    """Return the accelerator of this local rank, or the CPU if there is none or -cpu asks for it.
-
-    Raises UsageError if one was promised (by -gpus, the driver or Slurm) and does not start.
-    """
+    """Return this rank's accelerator, or the CPU. Raises UsageError if one was promised, as by -gpus, and fails."""
     if args.cpu:
         return CPU
     accelerator = torch.accelerator.current_accelerator()
@@ -211,10 +208,7 @@ def broadcast_tensor(tensor: torch.Tensor, root: int) -> None:
 
 
 def attempt(action: Callable[[], Any] | None, world: World) -> Any:
-    """Return what `action()` gave on this rank (None: no action).
-
-    Raises UsageError, OSError, RuntimeError or ValueError on all ranks: that of the lowest one that met any.
-    """
+    """Return what `action()` gave here (None: no action). Raises on all ranks what the lowest met, of FAILURES."""
     value = failure = mine = None
     try:
         value = action() if action else None

@@ -16,6 +16,7 @@ SAMPLE = 1  # seed, epoch, index: of a sample, or of the first of a batch that i
 PASS = 2  # seed, step, number: a dataset's on_device for a micro-batch, its forward and backward pass
 MODEL, TRAINER = 3, 5  # seed: building them
 DRAWS = 4  # seed, epoch, index: see `uniform`
+IMPORT = 8  # nothing else: what files of plugins draw when they are imported
 EVALUATION = 6  # seed, 0, number: a micro-batch of an evaluation, at any step, and in -eval
 STEP = 7  # seed, step: what follows the passes of a step; with 0: what comes before them; with 1: at an epoch's end
 SAMPLER = 9  # seed, epoch: what a dataset's own sampler draws, or another order

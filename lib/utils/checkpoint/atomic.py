@@ -16,10 +16,7 @@ NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM)  # of folder
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Put data (text as UTF-8) into a file in one instant: it holds the old content or the new, whole.
-
-    It is on disk when this returns. If this raises OSError, the file is as it was.
-    """
+    """Put data (text as UTF-8) into a file in one instant, on disk on return. Raises OSError: it is as before."""
     with new_version(path) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 

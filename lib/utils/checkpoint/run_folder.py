@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
-HINTS = {  # by what is in an error of a GPU
+HINTS = {  # by what is in an error of torch
     "OutOfMemoryError": "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp",
     "DTensor random operators": "each rank would draw the same for its shard: take -parallel ddp",
+    "Expected more than 1 value per channel": "take -drop_last, or another -batch_size, and -allow_change it",
     "device-side assert": "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index",
 }
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
@@ -156,10 +157,7 @@ class RunFolder:
                 _locks[self.path] = files.open_regular(self.path / ".lock", "r+")
 
     def _wait_for_lock(self, job: str | None) -> dict[str, Any]:
-        """Take the lock, and return what is in it. Wait for another process that has it: it may be saving.
-
-        A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
-        """
+        """Take the lock, and return what is in it; wait if another has it. The kernel frees it after kill -9."""
         until, used = time.monotonic() + max(WAIT_S, self.args.grace_s), ""
         while not (file := self._take()):
             if not used:

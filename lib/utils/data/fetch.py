@@ -19,7 +19,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyright: ignore[reportAttributeAccessIssue]
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Subset,
+    default_collate,
+    get_worker_info,
+)
 
 from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.plan import MicroBatch
@@ -42,6 +50,11 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
+    if isinstance(dataset, ConcatDataset) and name in ("collate_fn", "on_device") and not hasattr(dataset, name):
+        first, *others = (option(part, name, default) for part in dataset.datasets)
+        if any(one != first for one in others):
+            raise UsageError(f"the parts of a ConcatDataset have different {name}: set its own")
+        return first
     return getattr(dataset, name, default)
 
 
@@ -57,6 +70,15 @@ def nested(dataset: Any) -> Iterator[Any]:
     parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
     for part in parts.values() if isinstance(parts, Mapping) else parts:
         yield from nested(part)
+
+
+def gives_batches(dataset: Any) -> bool:
+    """Return whether `__getitems__` reads all of a dataset: a subclass may have another `__getitem__` alone."""
+    for kinds in [type(one).__mro__ for one in nested(dataset)]:
+        last = next((vars(kind) for kind in kinds if {"__getitem__", "__getitems__"} & vars(kind).keys()), {})
+        if not callable(last.get("__getitems__")):
+            return False
+    return True
 
 
 def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
@@ -198,7 +220,7 @@ class Fetch(Dataset):
 
     def _read(self, epoch: int, indices: list[int], rows: list[int]) -> Any:
         """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""
-        if callable(option(self.dataset, "__getitems__")):  # each Subset has one, too
+        if gives_batches(self.dataset):
             seeding.seed(seeding.SAMPLE, self.seed, epoch, indices[0])
             return self.dataset.__getitems__(rows)
         prefetch(self.dataset, rows)
@@ -220,10 +242,7 @@ def begin_worker(parent: int, number: int) -> None:
 
 
 def inherited_places() -> dict[int, int]:
-    """Return a copy of each descriptor of a file that this process has inherited to read from, with its place.
-
-    All processes share that place: what one of them reads moves it for the others, too.
-    """
+    """Return copies of descriptors of inherited files to read, with their places, which all processes share."""
     places = {}
     for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir())[:MOST_FILES]:
         with contextlib.suppress(OSError):
@@ -257,6 +276,6 @@ def count_workers(args: Namespace, split: str, dataset: MapDataset, world: World
     flag = args.workers if split == "train" or args.val_workers is None else args.val_workers
     if flag is not None:
         return flag
-    if world.device.type == "cpu" or callable(option(dataset, "__getitems__")):  # they would only slow these down
+    if world.device.type == "cpu" or gives_batches(dataset):  # they would only slow these down
         return 0
     return max(1, min(WORKERS, runtime.cores_per_process(world) - 1))

@@ -72,7 +72,6 @@ def test_what_is_drawn_has_no_pattern():
 
 
 def test_a_sample_that_comes_again_is_drawn_under_another_seed():
-    """Also on the device, by draws of its own."""
     items = [lambda: torch.rand(()), *range(4)]
     part = Items(items, on_device=lambda batch, draws: torch.stack([batch, draws[:, 0]]))
     part.sampler = sampling.SystematicSampler(torch.tensor([3.0, 0, 0, 0, 0]), 3)

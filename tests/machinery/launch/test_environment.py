@@ -58,7 +58,6 @@ def test_caches_are_set_before_torch_is_imported(bare, tmp_path):
     ],
 )
 def test_gpus_are_numbered_among_the_visible_ones(visible, flags, chosen, bare):
-    """torch for ROCm reads its own variable first."""
     bare.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in visible.items():
         bare.setenv(f"{name}_VISIBLE_DEVICES", value)

@@ -61,7 +61,6 @@ def test_time_limits_and_lost_processes_are_requeued_and_failures_are_not():
 
 
 def test_a_second_start_in_a_row_without_progress_is_the_last():
-    """One start without progress may be due to a bad node."""
     for why, facts in (("time limit", {"state": "stopped", "signal": "SIGUSR2"}), ("a process was lost", {})):
         facts = {"state": "running", **facts}
         assert verdict_for(**facts, gained=False) == (True, why)

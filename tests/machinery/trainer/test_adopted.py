@@ -102,7 +102,6 @@ def usual_run(small_plugins, tmp_path_factory):
     ("arch", "dataset"), [("hugging", "rows"), ("batch", "rows"), ("nano", "few"), ("norm_net", "named")]
 )
 def test_models_and_batches_of_many_forms_train_with_the_usual_bits(arch, dataset, usual_run, tmp_path):
-    """Losses, weights and metrics are the same if the model computes the loss, or if the batch is a dict."""
     with plugins(arch=ARCHS, dataset=DATASETS):
         for size in (1, 2):
             flags = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
@@ -149,7 +148,14 @@ def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or
         def forward(self, inputs):
             return {"outputs": super().forward(inputs), "loss": self.weight.square().mean()}
 
+    class Squeezed(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs).squeeze()
+
     inputs, labels, criterion = torch.randn(8, 4), torch.randint(3, (8,)), losses.CrossEntropy()
+    single = inputs[:1], labels[:1].float()
+    assert "or an output" in usage_error(losses.forward, Squeezed(4, 1), single, nn.MSELoss())
+    assert "numbers of one shape" in usage_error(losses.forward, nn.Linear(4, 1), single, nn.PoissonNLLLoss())
     for batch in ((inputs, labels), {"image": inputs, "label": labels}):
         assert "is it the whole loss, or a part" in usage_error(losses.forward, Experts(4, 3), batch, criterion)
     for model, batch in ((Named(4, 3), (inputs, labels)), (Experts(4, 3), inputs), (Experts(4, 3), {"x": inputs})):
@@ -157,7 +163,6 @@ def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or
 
 
 def test_a_batch_may_be_any_mapping():
-    """Hugging Face's BatchEncoding, which its collators return, is a mapping."""
     inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
     batch = collections.UserDict({"input": inputs, "labels": labels})
     model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
