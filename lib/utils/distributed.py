@@ -106,11 +106,7 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
 
 
 def check_same_flags(args: Namespace, world: World) -> World:
-    """Return the World with the lowest `launch_id`, once all ranks have the same flags.
-
-    torchrun starts each node with arguments of its own. Where they differ, each node would train in its own way.
-    Raises UsageError on all ranks, with the flag and both values.
-    """
+    """Return the World with the lowest `launch_id`. Raises UsageError on all ranks if one has another flag."""
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
     launches, every_flags = zip(*gather((launch_id(), flags), world), strict=True)
     for rank, theirs in enumerate(every_flags):

@@ -220,10 +220,7 @@ def restore_state(past: Past | None, plan: Plan) -> State:
 
 
 def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
-    """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log what is damaged.
-
-    Raises UsageError if its tensors are not those of the run, or a weight is not finite, without -allow_change nan.
-    """
+    """Fill a run's parts from a checkpoint. Raises UsageError if it is another's, or not finite, unless allowed."""
     for flag in ("resume", "weights") if past.folder.parent == run_folder.path_of(args) / "checkpoints" else ():
         if given := getattr(args, flag):
             log.info("-%s %s is not used: this run has checkpoints of its own", flag, given)

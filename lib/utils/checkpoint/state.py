@@ -217,10 +217,7 @@ def find_parts(trainer: Any) -> Parts:
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON has it; its tensors go to `tensors`, under names that begin with this one.
-
-    Raises UsageError if it holds anything but tensors, numbers, strings, lists, tuples and dicts of them.
-    """
+    """Return a state as JSON has it; tensors go to `tensors`, named after it. Raises UsageError for other objects."""
     if torch.is_tensor(value):
         if name in tensors:
             raise UsageError(f"two tensors of a state have the name {name}: no checkpoint could tell them apart")

@@ -254,15 +254,12 @@ def inherited_places() -> dict[int, int]:
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Let child processes that start in the block never get the signals that stop a run; `close` ends them.
-
-    If not all can start, all are killed: at its exit, Python would wait for them for ever.
-    """
+    """Let no child that starts in the block get the signals that stop a run; kill all if not all can start."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOP_SIGNALS))
     try:
         yield
     except BaseException:
-        for child in multiprocessing.active_children():
+        for child in multiprocessing.active_children():  # Python's exit would wait for them for ever
             child.kill()
         raise
     finally:
