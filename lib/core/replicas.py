@@ -51,6 +51,8 @@ class Checks:
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
+        # Floats of `__init__` may be times; later ones are made of batches.
+        self.early = {f"trainer.{key} ()" for key, one in vars(trainer).items() if isinstance(one, float)}
         self.fixed: dict[str, str] = {}  # of its tensors and floats, with shapes: those that have not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
@@ -117,7 +119,8 @@ class Checks:
         now = plain_values(self.trainer) if self.values else {}
         same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
         if now:
-            self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
+            shaped = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
+            self.fixed = {name: mark for name, mark in shaped.items() if name not in self.early}
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
         parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
         for text, names in ((UNTRAINED, odd), (IDLE, idle if known and self.steps else []), (OTHER, parted)):

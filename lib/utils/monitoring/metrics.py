@@ -177,10 +177,7 @@ def write_line(file: TextIO, figures: dict[str, Any]) -> None:
 
 
 def truncate_lines(path: Path, step: int) -> set[str]:
-    """Cut off what follows the last line of metrics.jsonl up to a step: later ones, or what a kill left of one.
-
-    Lines before it that are odd stay. Returns the names of the figures that are logged at this very step.
-    """
+    """Cut off what follows a step's last line in metrics.jsonl. Returns the names of the figures that it has."""
     end, names = 0, set()
     with files.open_regular(path, "a+b") as file:
         file.seek(0)
