@@ -45,7 +45,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
     if loss is not None:
-        may_be_output = isinstance(answer, Tensor) and count_targets(criterion, batch, 1) == 1  # after squeeze()
+        may_be_output = isinstance(answer, Tensor) and getattr(targets, "shape", ())[:1] == (1,)  # squeeze()
         is_part = isinstance(answer, (tuple, list)) and outputs is not None
         if (may_be_output or is_part) and targets is not None and not got_targets:
             found = "the model got no targets and returns a number: is it the whole loss, or a part, or an output?"
@@ -55,7 +55,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return ForwardResult(exact, targets, outputs if are_answers else None)
-    is_ours = isinstance(criterion, (CrossEntropy, *REGRESSION))
+    is_ours = isinstance(criterion, (CrossEntropy, *PAIRWISE))
     if outputs is None or targets is None or (is_ours and not isinstance(targets, Tensor)):
         found = f"the model returns a {type(answer).__name__} without a loss"
         raise _wrong_batch(batch, f", and {found} for targets of type {type(targets).__name__}")

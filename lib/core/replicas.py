@@ -51,9 +51,7 @@ class Checks:
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
-        # Floats of `__init__` may be times; later ones are made of batches.
-        self.early = {f"trainer.{key} ()" for key, one in vars(trainer).items() if isinstance(one, float)}
-        self.fixed: dict[str, str] = {}  # of its tensors and floats, with shapes: those that have not changed since
+        self.fixed: dict[str, str] = {}  # of its tensors, with their shapes: those that have not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.steps = 0  # of this start
@@ -76,7 +74,10 @@ class Checks:
         before = self.marks() if watched else {}
         yield
         after = self.marks() if watched else {}
-        self.changed += [name for name in after if after[name] != before.get(name)]
+        odd = [name for name in after if after[name] != before.get(name)]
+        if micro_batch.step_parts == 1:  # buffers and others then change once a step, as on any number of processes
+            odd = [name for name in odd if isinstance(find_parts(self.trainer).weights().get(name), nn.Parameter)]
+        self.changed += odd
         if watched and self.changed:
             fault = f"training_step changes {', '.join(self.changed[:4])} ({len(self.changed)}), once a micro-batch"
             log.warning("%s: other processes do so another number of times; optimizer_step does once", fault)
@@ -84,7 +85,8 @@ class Checks:
     def marks(self) -> dict[str, Any]:
         """Return marks of what no pass should change on this rank."""
         marks = self.checksums(lambda name, _: not is_statistic(name)) | {"torch's seed": torch.initial_seed()}
-        group: Any = torch.distributed.group.WORLD if self.trainer.world.size > 1 else None
+        world = self.trainer.world  # gloo alone is known to count
+        group: Any = torch.distributed.group.WORLD if world.size > 1 and world.device.type == "cpu" else None
         if group and self.trainer.plan.engine == "exact" and self.trainer.args.parallel != "fsdp":  # which calls some
             marks["the number of collectives"] = group._get_sequence_number_for_group()
         return marks
@@ -119,8 +121,7 @@ class Checks:
         now = plain_values(self.trainer) if self.values else {}
         same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
         if now:
-            shaped = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
-            self.fixed = {name: mark for name, mark in shaped.items() if name not in self.early}
+            self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
         parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
         for text, names in ((UNTRAINED, odd), (IDLE, idle if known and self.steps else []), (OTHER, parted)):
@@ -190,8 +191,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
             named |= {f"{part}.{key}": value for key, value in own.items() if not isinstance(value, CODE)}
     marks = {name: Mark(skipped, storages).of(value) for name, value in named.items()}
-    kept = {name: one for name, one in named.items() if isinstance(one, Tensor | np.ndarray | float)}
-    shapes = {name: tuple(getattr(one, "shape", ())) for name, one in kept.items()}
+    shapes = {name: tuple(one.shape) for name, one in named.items() if isinstance(one, Tensor | np.ndarray)}
     return marks | {name: f"{shape} {marks[name]}" for name, shape in shapes.items() if marks[name] is not None}
 
 

@@ -250,7 +250,7 @@ class Trainer:
     def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
         """Make the step's sums of gradients those of the mean over all its targets, `total` (0-d)."""
         if micro_batch.step_parts > 1:
-            factor = micro_batch.step_samples / total.where(total > 0, 1)
+            factor = micro_batch.step_samples / total.where(total != 0, 1)
             if factor.device.type != "cpu" or factor != 1:
                 gradients = [shards.local_part(one.grad) for one in self.trained if one.grad is not None]
                 torch._foreach_mul_(gradients, factor)

@@ -831,7 +831,7 @@ def test_a_buffer_that_evaluations_change_is_rank_0s(engine, tmp_path):
 
 def test_random_numbers_in_a_trainers_init_are_the_same_on_all_ranks_and_at_every_start(tmp_path):
     draws = with_change(lambda self: logging.getLogger("lib.trainer").info("drawn %r", torch.rand(()).item()))
-    centers = with_change(lambda self: vars(self).update(center=center(self), zeros=torch.zeros(3), zero=0.0), draws)
+    centers = with_change(lambda self: vars(self).update(center=center(self), zeros=torch.zeros(3)), draws)
     with plugins(trainer={"draws": centers}):
         folder = run(tmp_path, f"{FLAGS} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
         run(tmp_path, f"{FLAGS} -trainer draws -cpu 1")
