@@ -62,7 +62,7 @@ class Engine:
         self.buffers.before(micro_batch)
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
-        """Add a micro-batch's gradients to the sum, none of padding. `figures` (2,): its mean loss, its targets."""
+        """Add a micro-batch's gradients to the sum, none of padding. `figures` (2,): mean loss, number of targets."""
         self.buffers.after()
         loss.backward()
         self.figures = figures

@@ -55,7 +55,7 @@ class Checks:
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.steps = 0  # of this start
-        self.changed: list[str] = []  # what training_step changes, as its second step shows
+        self.changed: list[str] = []  # what training_step changes
 
     def after_step(self) -> None:
         """Note, after the first step of this start, what no checkpoint has."""
@@ -69,8 +69,8 @@ class Checks:
         At a run's first step a teacher is a copy of the model, and a layer may take its first values from the data.
         """
         is_due = self.trainer.state.step and (self.steps in (0, 1, 10, 100) or micro_batch.step == 0)
-        has_parts = micro_batch.step_parts > 1 or not self.steps  # after a resume a layer may begin anew
-        watched = is_due and micro_batch.first and has_parts and not self.changed
+        # In the first pass after a resume, a layer may take its first values again: so also without other parts.
+        watched = is_due and micro_batch.first and (micro_batch.step_parts > 1 or not self.steps) and not self.changed
         before = self.marks() if watched else {}
         yield
         after = self.marks() if watched else {}

@@ -174,7 +174,10 @@ def open_split(split: str, files: list[Path], vocabulary: int, meta: dict) -> np
 
 
 def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, checked: int) -> np.ndarray:
-    """Map a file, unless its first `checked` tokens are no such (UsageError). `is_certain`: by meta.json."""
+    """Map a token file. Raises UsageError unless it begins with tokens below `vocabulary`, as many as are `checked`.
+
+    `is_certain`: by meta.json, these are tokens.
+    """
     if not file.is_file():
         raise UsageError(f"{file} is a link to nothing, or no regular file")
     first, offset = np.fromfile(file, "<i4", 3).tolist(), 0
