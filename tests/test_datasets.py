@@ -1,4 +1,4 @@
-"""The shipped datasets, beyond what test_plugins.py checks for all."""
+"""The shipped datasets of images, and the model for them, beyond what test_plugins.py checks for all."""
 
 import subprocess
 import sys
@@ -117,6 +117,15 @@ def test_a_damaged_image_is_reported_in_one_line_with_and_without_loader_process
     message = str(caught.value)
     assert message.startswith(f"{cut}: not a readable image (") and message.count("\n") == 0
     assert message.endswith("train with -skip_bad_files (while fetching sample 1)")
+
+
+def test_the_stem_of_resnet_depends_on_image_size_and_channels():
+    resnet = pytest.importorskip("lib.arch.resnet")
+    stems = {"3 -image_size 32": (3, 3, 8), "3 -image_size 224": (3, 7, 4)}
+    for flags, wanted in {**stems, "5 -image_size 224 -resnet_depth 34": (5, 7, 4)}.items():
+        model = resnet.get_model(config.parse_args(f"-arch resnet -channels {flags}".split()))
+        rows = model.maxpool(torch.zeros(1, 64, 8, 8)).shape[-1]
+        assert (model.conv1.in_channels, model.conv1.kernel_size[0], rows) == wanted
 
 
 def folder_flags(data):

@@ -133,23 +133,6 @@ def test_a_trainer_resumes_after_a_stop_with_the_same_bits(name, tmp_path):
     assert runs.distance(whole, runs.run(tmp_path, f"{command} parts")) == 0
 
 
-@pytest.mark.skipif("gpt" not in ARCHS, reason="it was removed")
-def test_gpt_names_the_flag_that_does_not_fit_the_others():
-    with pytest.raises(UsageError, match="-gpt_width 6"):
-        module_of("gpt", "arch").get_model(config.parse_args(["-arch", "gpt", "-gpt_width", "6"]))
-
-
-@pytest.mark.skipif("resnet" not in ARCHS, reason="it was removed")
-def test_the_stem_of_resnet_depends_on_image_size_and_channels():
-    def stem(*command):
-        model = module_of("resnet", "arch").get_model(config.parse_args(["-arch", "resnet", *command]))
-        return model.conv1.in_channels, model.conv1.kernel_size[0], model.maxpool(torch.zeros(1, 64, 8, 8)).shape[-1]
-
-    assert stem("-channels", "3", "-image_size", "32") == (3, 3, 8)
-    assert stem("-channels", "3", "-image_size", "224") == (3, 7, 4)
-    assert stem("-channels", "5", "-image_size", "224", "-resnet_depth", "34") == (5, 7, 4)
-
-
 def try_run(flags):
     """Skip the test if this run of a fork's own file fails, which no test of the template judges."""
     try:

@@ -1,4 +1,4 @@
-"""The dataset tokens: the tokens of a sample, the held-out text, and a run that resumes."""
+"""The dataset tokens: the tokens of a sample, the held-out text, a run that resumes; and the model of tokens."""
 
 import argparse
 import math
@@ -198,3 +198,9 @@ def test_bits_per_token_is_the_mean_negative_log2_probability_of_the_targets():
     truth = functional.cross_entropy(logits.permute(0, 2, 1), targets, label_smoothing=0.1)
     assert smoothed(logits, targets) == pytest.approx(truth.item(), rel=1e-6)
     assert smoothed(logits.permute(0, 2, 1), targets) == pytest.approx(truth.item(), rel=1e-6)  # torch's own order
+
+
+def test_gpt_names_the_flag_that_does_not_fit_the_others():
+    gpt = pytest.importorskip("lib.arch.gpt")
+    with pytest.raises(UsageError, match="-gpt_width 6"):
+        gpt.get_model(config.parse_args(["-arch", "gpt", "-gpt_width", "6"]))

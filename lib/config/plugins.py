@@ -31,7 +31,7 @@ def load(kind: str, name: str) -> ModuleType:
     """Import lib/KIND/NAME.py. Raises UsageError if it lacks its builder, or needs a package that is missing."""
     from lib.utils import seeding  # which imports torch
 
-    seeding.seed(seeding.IMPORT)  # its variables are the same at each start
+    seeding.seed(seeding.IMPORT, [*BUILDERS].index(kind))  # its variables are the same at each start
     with no_exit():
         module = load_optional(f"lib.{kind}.{name}", f"-{kind} {name}")
     if not hasattr(module, BUILDERS[kind]):

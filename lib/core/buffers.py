@@ -8,18 +8,11 @@ from torch import Tensor, nn
 
 from lib.utils import distributed
 from lib.utils.checkpoint.shards import is_sharded
-from lib.utils.data.plan import MicroBatch, Plan
+from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of torch's norm layers
-
-
-def warn_of_single_samples(model: nn.Module, plan: Plan) -> None:
-    """Warn of micro-batches of one sample, on which BatchNorm cannot train unless it has places."""
-    smallest = min(len(part) for step in (0, plan.steps - 1) for part in plan.cut(step))
-    if smallest == 1 and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules()):
-        log.warning("a micro-batch has one sample, on which BatchNorm may fail: see -drop_last and -batch_size")
 
 
 def is_statistic(name: str) -> bool:

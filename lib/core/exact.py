@@ -60,9 +60,12 @@ class Engine:
         for scatter in self.scatters:
             scatter.begin(micro_batch)
         self.buffers.before(micro_batch)
+        self.figures: Any = None  # of this pass
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
         """Add a micro-batch's gradients to the sum, none of padding. `figures` (2,): mean loss, number of targets."""
+        if self.figures is not None:
+            raise UsageError("two backward passes of one micro-batch: add up its losses")
         self.buffers.after()
         loss.backward()
         self.figures = figures

@@ -10,6 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -34,7 +35,8 @@ OWN = "is_loaded is_unscaled is_whole loaders logger logs_scalars loss may_stop 
 OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms scaler val_splits world".split()}
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-OURS = re.compile(r"lib\.(?!config|dataset|launch|run$|utils\.(?!data))")  # the modules that a fork changes, or adds
+NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data))|.*/(site|dist)-packages/"
+OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 CODE = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: seed it, or make it a saved buffer"
@@ -46,7 +48,7 @@ class Checks:
     """What is checked before each evaluation and save of a trainer, on all ranks alike."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.parts = trainer, find_parts(trainer).ids()
+        self.trainer, self.parts = trainer, parts_of(trainer)
         self.schema = shards.schema(find_parts(trainer).weights())
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
@@ -104,7 +106,7 @@ class Checks:
         Raises UsageError if a module or an optimizer was made after the start, RuntimeError if the copies differ.
         """
         parts, state = find_parts(self.trainer), self.trainer.state
-        if other := self.parts ^ parts.ids():
+        if other := self.parts ^ parts_of(self.trainer):
             name = min(name for name, _ in other)
             raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
         now = shards.schema(parts.weights())
@@ -148,6 +150,13 @@ class Checks:
             raise RuntimeError(f"{fault}; each process must make them alike")
 
 
+def parts_of(trainer: Any) -> set[tuple[str, int]]:
+    """Return names and ids of what a trainer has from its start on: parts with a state, the loaders, the plan."""
+    parts, loaders = find_parts(trainer), {f"the loader of {split}": one for split, one in trainer.loaders.items()}
+    named = {**parts.modules, **parts.optimizers, **parts.others, **loaders, "self.plan": trainer.plan}
+    return {(name, id(one)) for name, one in named.items()}
+
+
 def check_names(trainer: Any) -> None:
     """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names."""
     for name, own in sorted(vars(trainer).items()):
@@ -161,10 +170,10 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
     They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
-    numbers, samplers and functions of datasets; variables of these classes and of their files, and of those of lib.
+    numbers, samplers and functions of datasets; variables of these classes, of their files, and of the project's.
     """
     parts = find_parts(trainer)
-    skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts.ids())}
+    skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts_of(trainer))}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
     own = vars(trainer).keys() - OF_BASE
     own -= getattr(trainer, "state_dict", dict)().keys()
@@ -182,7 +191,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     for split, loader in trainer.loaders.items():
         for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
             for key, value in getattr(one, "__dict__", {}).items():
-                is_state = isinstance(value, int | float) or (key == "sampler" and not hasattr(value, "set_epoch"))
+                is_state = isinstance(value, int | float) or key == "on_device"  # it computes in this process
+                is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 if is_state or callable(value):  # a transform, which reading may change, or another one in its place
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
                     named.setdefault(place, []).append(value if is_state else id(value))
@@ -197,7 +207,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
 
 def variables(objects: list[Any]) -> dict[str, Any]:
     """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
-    places: dict[str, Any] = {name: sys.modules[name] for name in [*sys.modules] if OURS.match(name)}
+    loaded = [(name, one, getattr(one, "__dict__", {})) for name, one in [*sys.modules.items()]]
+    places: dict[str, Any] = {name: one for name, one, its in loaded if OURS.match(its.get("__file__") or "")}
     for kind in {kind for one in objects for kind in type(one).__mro__}:
         file = sys.modules.get(kind.__module__, kind)  # a loader of the user's may not note it there
         installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")

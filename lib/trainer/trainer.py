@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lib.core import buffers, parallel, replicas, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
+from lib.core import parallel, replicas, scheduler
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
 from lib.utils.checkpoint import just_in_time, manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
@@ -65,7 +65,6 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        buffers.warn_of_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.logs_scalars = world.is_main  # in a pass: whether this one is no padding; None in an evaluation

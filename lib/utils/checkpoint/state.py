@@ -96,10 +96,6 @@ class Parts:
     # trainer.NAME: a scheduler, a scaler, whatever else has state_dict and load_state_dict
     others: dict[str, Any] = field(default_factory=dict)
 
-    def ids(self) -> set[tuple[str, int]]:
-        """Return each name with the identity of its object."""
-        return {(name, id(value)) for name, value in {**self.modules, **self.optimizers, **self.others}.items()}
-
     def weights(self) -> dict[str, Tensor]:
         """Return the live tensors of the modules by name: model.head.weight, trainer.teacher.bias."""
         found = {}

@@ -14,7 +14,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,16 +34,9 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
+MapDataset: TypeAlias = Any  # has len() and [index]; torch's Dataset does not declare its length
 MOST_FILES = 128  # that are open when a loader process begins, and are watched
 WORKERS = 8  # loader processes at most, without -workers
-
-
-class MapDataset(Protocol):
-    """What a dataset must have. torch's Dataset does not declare its length."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 def option(dataset: Any, name: str, default: Any = None) -> Any:
@@ -55,6 +48,10 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
         if any(one != first for one in others):
             raise UsageError(f"the parts of a ConcatDataset have different {name}: set its own")
         return first
+    if name in ("collate_fn", "on_device") and not hasattr(dataset, name):
+        for inner in [one for one in nested(dataset) if getattr(one, name, None)]:
+            fault = f"a {type(dataset).__name__} wraps a {type(inner).__name__}"
+            raise UsageError(f"{fault}, whose {name} would not be used: set its own, maybe to None")
     return getattr(dataset, name, default)
 
 
@@ -64,17 +61,23 @@ def has_weights(dataset: Any) -> bool:
     return any(hasattr(one, "__len__") and not isinstance(one, str | Mapping) for one in found)
 
 
-def nested(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset, and those that it reads from: a Subset's, those of a ConcatDataset or a StackDataset."""
-    yield dataset
-    parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    for part in parts.values() if isinstance(parts, Mapping) else parts:
-        yield from nested(part)
+def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
+    """Return a dataset and those that it reads from: a Subset's, a ConcatDataset's, those that it has `wrapped`."""
+    found: dict[int, Any] = {}
+    queue = [dataset]
+    while queue:
+        whole = queue.pop()
+        parts = [whole.dataset] if isinstance(whole, Subset) else getattr(whole, "datasets", ())
+        parts = [*parts.values()] if isinstance(parts, Mapping) else [*parts]
+        parts += [one for one in getattr(whole, "__dict__", {}).values() if wrapped and isinstance(one, Dataset)]
+        found[id(whole)] = whole
+        queue += [part for part in parts if id(part) not in found]
+    return [*found.values()]
 
 
 def gives_batches(dataset: Any) -> bool:
     """Return whether `__getitems__` reads all of a dataset: a subclass may have another `__getitem__` alone."""
-    for kinds in [type(one).__mro__ for one in nested(dataset)]:
+    for kinds in [type(one).__mro__ for one in nested(dataset, wrapped=False)]:
         last = next((vars(kind) for kind in kinds if {"__getitem__", "__getitems__"} & vars(kind).keys()), {})
         if not callable(last.get("__getitems__")):
             return False

@@ -96,13 +96,17 @@ def test_the_page_lists_all_optional_attributes_of_a_dataset():
 def test_a_part_of_a_dataset_has_the_attributes_of_the_whole_and_its_own():
     part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
     assert fetch.gives_batches(part) and fetch.option(part, "on_device") is len
-    part.on_device = max
+    part.on_device, part.set_epoch = max, len
     assert fetch.option(part, "on_device") is max and fetch.option(part, "classes") == "ab"
     assert not fetch.gives_batches(Subset([1, 2], [0])) and not fetch.option([1], "classes", False)
     own = type("Own", (tensors.Tensors,), {"__getitem__": lambda self, index: index})(torch.zeros(2))
     assert next(Fetcher(Subset(own, [1]), 0, 0, pin=False)(0, [micro_batch([0])]))[1] == 1, "its own is called"
     assert fetch.option(ConcatDataset([part, part]), "on_device") is max
     assert "different on_device" in usage_error(fetch.option, ConcatDataset([part, own]), "on_device")
+    around = Items([1], inner=part)
+    assert "wraps a Subset, whose on_device would not" in usage_error(fetch.option, around, "on_device")
+    around.on_device = None
+    assert fetch.option(around, "on_device") is None and fetch.Fetch(around, 0).by_epoch == [part]
 
 
 KILLED_AS_ITS_WORKER_STARTS = """

@@ -238,9 +238,8 @@ def test_a_random_sample_is_the_same_for_any_workers_ranks_and_first_step(datase
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_is_what_its_collate_fn_returns(workers):
-    one = new_loader(
-        Items([*range(4)], collate_fn=lambda items: (np.array(items), [1])), Plan(4, 4, 4), 0, workers=workers
-    )
+    part = Items([*range(4)], collate_fn=lambda items: (np.array(items), [1]))
+    one = new_loader(part, Plan(4, 4, 4), 0, workers=workers)
     [(_, batch)] = one.epoch(0)
     one.fetcher.close()
     assert type(batch) is tuple and type(batch[0]) is np.ndarray and batch[1] == [1]

@@ -131,9 +131,8 @@ def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
     monkeypatch.setitem(SAMPLERS, "weighted", lambda part: data.WeightedRandomSampler(HEAVY[::-1], 30))
     assert "sampler digest was" in refused(f"{flags} -cpu 1")
     run(tmp_path, f"{flags} -cpu 1 -allow_change data")
-    assert "the training samples have a sampler, and so an order" in refused(
-        f"{flags} -cpu 1 -reset -shuffle_block 4"
-    )
+    said = refused(f"{flags} -cpu 1 -reset -shuffle_block 4")
+    assert "the training samples have a sampler, and so an order" in said
 
 
 def test_the_sampler_in_the_page_gives_each_sample_once_in_batches_of_similar_length():

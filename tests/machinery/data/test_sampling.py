@@ -64,13 +64,6 @@ def test_each_sample_and_each_group_comes_as_often_as_its_share_rounded_up_or_do
     assert ((times - wanted).new_zeros(4).index_add_(0, groups, times - wanted).abs() < 1 + 1e-6).all()
 
 
-def test_what_is_drawn_has_no_pattern():
-    sampler = sampling.SystematicSampler(torch.ones(1000), 500)
-    first, second = drawn(sampler), drawn(sampler, seed=1)
-    assert len({*first.tolist()}) == 500 and 200 < len({*first.tolist()} & {*second.tolist()}) < 300
-    assert abs(np.corrcoef(first, range(500))[0, 1]) < 0.2
-
-
 def test_a_sample_that_comes_again_is_drawn_under_another_seed():
     items = [lambda: torch.rand(()), *range(4)]
     part = Items(items, on_device=lambda batch, draws: torch.stack([batch, draws[:, 0]]))

@@ -136,10 +136,7 @@ def test_a_rank_that_a_signal_ends_before_its_handler_is_installed_is_no_failure
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (
-            {"do": "send_signal", "signal": "SIGSEGV", "rank": 0},
-            r"\ntrain.py: rank 0 was killed by SIGSEGV; the others",
-        ),
+        ({"do": "send_signal", "signal": "SIGSEGV", "rank": 0}, r"rank 0 was killed by SIGSEGV; the others"),
         ({"do": "fail_and_linger", "rank": 1}, "ValueError"),
     ],
 )

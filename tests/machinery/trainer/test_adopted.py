@@ -162,11 +162,16 @@ def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or
         assert losses.forward(model, batch, criterion).loss == model.weight.square().mean()
 
 
-def test_a_batch_may_be_any_mapping():
+def test_a_batch_may_be_any_mapping_and_a_model_must_name_what_it_takes():
+    class Around(nn.Linear):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
     inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
     batch = collections.UserDict({"input": inputs, "labels": labels})
     model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
     assert losses.forward(model, batch, criterion).loss == criterion(model(inputs), labels)
+    assert "takes *args alone: name" in usage_error(losses.forward, Around(4, 3), (inputs, labels), criterion)
 
 
 TWICE = "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"

@@ -5,6 +5,8 @@ import copy
 import json
 import logging
 import re
+import sys
+import types
 import typing
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from truth import same_bits_everywhere
 
 import lib.arch
+from lib import config
 from lib.core import loss, parallel, replicas
 from lib.core import optimizer as optimizers
 from lib.trainer import ema, trainer
@@ -466,6 +469,10 @@ class Everywhere(trainer.Trainer):
 
     def optimizer_step(self, made=[0]):  # noqa: B006
         made[0] += 1
+        data = self.loaders["train"].dataset
+        data.on_device = data.on_device or (lambda batch, draws, made=made: batch)
+        helpers = sys.modules.setdefault("helpers", types.ModuleType("helpers"))
+        vars(helpers).update(__file__=f"{config.ROOT}/helpers.py", calls=made[0])  # as of a file next to train.py
         vars(self.model[1].weight)["calls"] = made[0]
         global COUNTED
         COUNTED += 1
@@ -572,6 +579,8 @@ OF_SAMPLES = [
 ]
 OF_SAMPLES = [f"{name} (unseen by loaders: see set_epoch)" for name in OF_SAMPLES]
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
+EVERYWHERE = ["1.weight.calls", "helpers.calls", "lib.core.optimizer.HISTORY", *COUNTS]
+EVERYWHERE += ["the train samples' on_device (unseen by loaders: see set_epoch)", "trainer.large"]
 KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
 
 
@@ -579,7 +588,7 @@ KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".sp
     ("edit", "more", "changed"),
     [
         (Keeps, "-cpu 2 -overfit 48", KEPT),
-        (Everywhere, "-cpu 2", ["1.weight.calls", "lib.core.optimizer.HISTORY", *COUNTS, "trainer.large"]),
+        (Everywhere, "-cpu 2", EVERYWHERE),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
 )
@@ -746,6 +755,8 @@ class NoSync(trainer.Trainer):
 PartCall = overriding(
     training_step=lambda self, batch: self.loss(nn.Sequential(*state.unwrap(self.model))(batch[0]), batch[1])
 )
+OTHER_LOADER = overriding(on_epoch_end=lambda self: self.loaders.update(val=copy.copy(self.loaders["val"])))
+TWICE = overriding(backward=lambda self, *parts: [trainer.Trainer.backward(self, *parts) for _ in range(2)])
 LOGS = overriding(evaluation_step=lambda self, *_: self.log_scalar("sure", 1.0))
 NO_NORM = overriding(optimizer_step=lambda self: None)
 RENAMES = overriding(after_step=lambda self: self.log_scalar("lr", 3.0))
@@ -778,6 +789,8 @@ REFUSED = [  # flags and what is said
     (STRAY, "-cpu 1", OF_NOBODY),
     (ODD_GROUP, "-cpu 1", "optim.groups.0.odd is a object"),  # no file can hold it
     (LateTeacher, "-cpu 1", "trainer.teacher was made or replaced after the start"),
+    (OTHER_LOADER, "-cpu 1", "the loader of val was made or replaced after the start"),
+    (TWICE, "-cpu 2", "two backward passes of one micro-batch: add up its losses"),
     (LISTED, "-cpu 1", "self.optimizer is a list, no torch.optim.Optimizer"),
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
     (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
