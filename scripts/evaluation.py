@@ -3,19 +3,20 @@
 import json
 import logging
 import time
-from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lib.core import replicas
+from lib.trainer.trainer import Trainer
 from lib.utils.checkpoint import atomic, run_folder, weights
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import console, metrics
 
-if TYPE_CHECKING:
-    from lib.trainer.trainer import Trainer
-
 log = logging.getLogger(__name__)
 
 
-def evaluate(trainer: "Trainer") -> str:
+def evaluate(trainer: Trainer) -> str:
     """Evaluate -weights, or the run's best or final weights, on val and test; log the figures and write eval.json.
 
     Raises:
@@ -31,8 +32,14 @@ def evaluate(trainer: "Trainer") -> str:
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
     trainer.is_loaded = True
     trainer.make_engine()
-    if next(trainer.loss.parameters(), None) is not None:
-        log.warning("the loss has parameters, which no weights file holds: its figures are those of fresh ones")
+    kind, methods = type(trainer), ("evaluate", "evaluation_step")  # which may use others' weights, as a teacher's
+    is_own = any(getattr(kind, name) is not getattr(Trainer, name) for name in methods)
+    used = {name: one for name, one in vars(trainer).items() if is_own and name not in replicas.OF_BASE}
+    for name, one in {"loss": trainer.loss, **used}.items():
+        values = [*one.parameters()] if isinstance(one, nn.Module) else tree_leaves(one)
+        if any(isinstance(value, Tensor) for value in values):
+            text = "trainer.%s is not in a weights file, and as the start makes it: so are the figures that it gives"
+            log.warning(text, name)
     figures = {split: trainer.evaluate(split) for split in splits}
     metrics.check_same(figures, trainer.world)
     for split in splits:

@@ -44,6 +44,9 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer, got_targets = _call(model, batch, inputs, targets)
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
+    numbers = [one for _, one in named_tensors(answer) if got_targets and not one.ndim]
+    if numbers if loss is None else isinstance(answer, (tuple, list)) and numbers[1:]:
+        raise UsageError('a model that gets targets must return one number, or a dict with its loss as "loss"')
     if loss is not None:
         may_be_output = isinstance(answer, Tensor) and getattr(targets, "shape", ())[:1] == (1,)  # squeeze()
         is_part = isinstance(answer, (tuple, list)) and outputs is not None
@@ -121,8 +124,7 @@ def _wrong_batch(batch: Any, more: str = "") -> UsageError:
 def split_output(answer: Any) -> tuple[Any, Any]:
     """Return the outputs and the loss in what a model returned, each None if it is not there.
 
-    The loss is called loss, or is the 0-d tensor of a tuple. The outputs are called logits, or are the first tensor
-    of more dimensions.
+    The loss is called loss, or is a tuple's 0-d tensor; outputs are called logits, or are the first other tensor.
     """
     if isinstance(answer, (Tensor, tuple, list)):
         parts = [answer] if isinstance(answer, Tensor) else answer
@@ -154,8 +156,7 @@ def get_loss(args: Namespace) -> nn.Module:
 class CrossEntropy(nn.CrossEntropyLoss):
     """torch's, which also takes the classes of tokens last: outputs (B, length, classes), targets (B, length).
 
-    With class weights it is the mean of the weighted losses, so that micro-batches add up to their batch. (torch
-    divides by the sum of the weights.)
+    With class weights it is the mean of the weighted losses, so that micro-batches add up; torch's do not.
     """
 
     had_classes_first = had_either = False  # whether a batch had outputs (B, classes, length), or (B, N, N)

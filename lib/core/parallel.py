@@ -44,8 +44,7 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
 def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: Any = None) -> nn.Module:
     """Return the model on its device, with rank 0's values; for the stock engine inside DDP; or sharded (FSDP2).
 
-    Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
-    -recompute of a model without blocks.
+    Blocks: of the `arch` module's get_blocks(model), else of `blocks`. Raises UsageError if -recompute finds none.
     """
     fixed = [one for parent in model.modules() for one in parent.children() if parent.training and not one.training]
     model.train()  # pretrained ones come in evaluation mode

@@ -30,10 +30,10 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
 FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved state stop".split()}
-MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
+MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "trained"}  # by the trainer itself
 OWN = "is_loaded is_unscaled is_whole loaders logger logs_scalars loss may_stop model more_optimizers of_base"
 OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms scaler val_splits world".split()}
-OF_MODULES = vars(nn.Module()).keys()
+OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()}  # the last ones: of CrossEntropy
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data))|.*/(site|dist)-packages/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
@@ -100,9 +100,8 @@ class Checks:
         return shards.checksums(weights) | {name: Mark().of(one.state_dict()) for name, one in parts.others.items()}
 
     def run(self) -> None:
-        """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
+        """Name what is trained by no optimizer, or changes outside of checkpoints; compare the ranks' weights.
 
-        Name what has a gradient and is trained by no optimizer, and what training changes outside of checkpoints.
         Raises UsageError if a module or an optimizer was made after the start, RuntimeError if the copies differ.
         """
         parts, state = find_parts(self.trainer), self.trainer.state
@@ -126,10 +125,14 @@ class Checks:
             self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
         parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
-        for text, names in ((UNTRAINED, odd), (IDLE, idle if known and self.steps else []), (OTHER, parted)):
+        for text, names in (
+            (UNTRAINED, odd),
+            (IDLE, idle if known and self.steps and self.agreed != state.step else []),
+            (OTHER, parted),
+        ):
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
-            self.said[text] = names
+                self.said[text] = names
         if names := find_changes(self.values, now):
             advice = "compute it from the step, or make it a saved buffer or a state that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
@@ -137,6 +140,10 @@ class Checks:
             self.trainer.engine.share_buffers()
         self.compare(f"at step {state.step}; at step {self.agreed} all were the same")
         self.agreed = state.step
+
+    def norms(self) -> Tensor:
+        """Return the norms of the model's parameters, (parameters,): of sharded ones, those of this rank's parts."""
+        return torch.stack(torch._foreach_norm([shards.local_part(one) for one in self.trainer.model.parameters()]))
 
     def compare(self, when: str) -> None:
         """Compare all copies of weights and states. Raises RuntimeError on all ranks, which call this together."""
@@ -191,7 +198,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     for split, loader in trainer.loaders.items():
         for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
             for key, value in getattr(one, "__dict__", {}).items():
-                is_state = isinstance(value, int | float) or key == "on_device"  # it computes in this process
+                is_state = isinstance(value, int | float) or key in ("on_device", "tensors", "weights")
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 if is_state or callable(value):  # a transform, which reading may change, or another one in its place
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"

@@ -22,8 +22,7 @@ def add_args(parser):
 def get_dataset(args) -> dict[str, Tensors]:
     """Return 1,259 training, 179 validation and 359 test samples: images (1, 8, 8) from 0 to 1, and labels.
 
-    Training images are turned, zoomed, sheared and shifted a little at random. Raises UsageError if digits.npz is not
-    in -data.
+    Training images are turned, zoomed, sheared and shifted a little. Raises UsageError if -data lacks digits.npz.
     """
     file = Path(args.data) / "digits.npz"
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Noise, for speed tests without data: images in the shape of ImageNet's, or numbers for a regression's -loss."""
+"""Noise, for speed tests without data: images in the shape of ImageNet's."""
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -14,16 +14,8 @@ def add_args(parser):
     parser.set_defaults(arch="resnet", channels=3, image_size=224, num_classes=1000)
 
 
-def get_dataset(args) -> Dataset | dict[str, Dataset]:
-    """Return images (channels, image_size, image_size), uint8, and class numbers; item i is always the same.
-
-    On the device the pixels become floats of about mean 0 and deviation 1. With another -loss than cross_entropy,
-    return normal numbers (channels * image_size ** 2,) and (num_classes,) that -seed decides, without val.
-    """
-    if args.loss != "cross_entropy":
-        generator = torch.Generator().manual_seed(args.seed)
-        sizes = args.channels * args.image_size**2, args.num_classes
-        return Tensors(*(torch.randn(args.fake_samples, size, generator=generator) for size in sizes))
+def get_dataset(args) -> dict[str, Dataset]:
+    """Return images (channels, image_size, image_size), uint8, floats on the device, and classes: always the same."""
     shape = (args.channels, args.image_size, args.image_size)
     counts = {"train": args.fake_samples, "val": max(1, args.fake_samples // 10)}
     return {part: noise(counts[part], shape, args.num_classes, seed) for seed, part in enumerate(counts)}

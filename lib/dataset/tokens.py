@@ -194,10 +194,8 @@ def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, check
     begin = np.array(tokens[:checked])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")
-    if not is_certain and are_bytes(begin):
-        raise UsageError(f"{file} is a text, or holds tokens of one byte; {hint}")
-    if not is_certain and is_wider(begin):
-        raise UsageError(f"{file} looks like a wider type than {kind}, as int32, int64 or floats; {hint}")
+    if not is_certain and (fault := fault_of(begin)):
+        raise UsageError(f"{file} {fault}; {hint}")
     if begin.max() >= vocabulary:
         raise UsageError(f"-num_classes {vocabulary}: the data has the token {begin.max()}, in {file}; or {hint}")
     return tokens
@@ -211,11 +209,15 @@ def are_bytes(tokens: np.ndarray) -> bool:
     return bool(columns[:, -1].any()) and 2 * high >= low > 1 and chance < 1e-6
 
 
-def is_wider(tokens: np.ndarray) -> bool:
-    """Return whether every second or fourth token is 0, and others are not: parts of wider numbers."""
+def fault_of(tokens: np.ndarray) -> str:
+    """Return what else these look like: bytes, wider numbers (every second or fourth is 0), swapped bytes; or ""."""
     rows = tokens[: len(tokens) // 4 * 4].reshape(-1, 4)
     used = rows.any(axis=0)
-    return len(rows) >= 16 and bool(used.any() and not used.all())
+    if len(rows) >= 16 and used.any() and not used.all():
+        return f"looks like a wider type than {tokens.dtype}, as int32, int64 or floats"
+    if len(rows) >= 16 and not (tokens & 255).any():
+        return "holds multiples of 256 alone, as zeros, or numbers whose bytes are in the other order"
+    return "is a text, or holds tokens of one byte" if are_bytes(tokens) else ""
 
 
 def read_texts(data: str) -> dict[str, np.ndarray]:

@@ -276,10 +276,7 @@ class Trainer:
         return optimizers.clip(optimizers.parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def set_learning_rate(self) -> None:
-        """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it.
-
-        Raises UsageError if anything else has changed a rate since the last step: it would be overwritten.
-        """
+        """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         is_default = type(self).set_learning_rate is Trainer.set_learning_rate
         for group in self.scheduled_groups():
@@ -422,7 +419,7 @@ class Trainer:
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
-            is_stopped = False
+            is_stopped, self.measured = False, self.checks.norms()
             for micro_batch, batch in self.loaders[split].epoch(0):
                 count = self.count_targets(batch, micro_batch.count)
                 with self.precision:
@@ -491,6 +488,9 @@ class Trainer:
     def whole_weights(self, wanted: bool) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
         with self.evaluated_weights():
+            is_own = type(self).evaluate is not Trainer.evaluate and hasattr(self, "measured")
+            if is_own and not torch.equal(self.measured, self.checks.norms()):
+                log.warning("evaluate() measures other weights than are kept: let evaluated_weights() choose them")
             return weights.gather(model_tensors(self.model), wanted)
 
     def evaluate_best(self) -> dict[str, float]:
@@ -509,18 +509,14 @@ class Trainer:
                 tensor.copy_(values)
 
     def evaluate_test(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of the test split once the training is over; {} before, or without a test split.
-
-        "test" are those with the final weights, "test_best" with the best ones, if they are others.
-        """
+        """Return the metrics of the test split once the training is over: "test", and "test_best" if others."""
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         if self.is_done() and (why := self.weights_fault()):
             raise RuntimeError(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
-        self.may_stop, found = True, {}
-        best, step = self.state.best, self.state.step
-        if best and (best["evaluation"] < self.state.evaluations or self.state.validated < step):
+        self.may_stop, best, found = True, self.state.best, {}
+        if best and (best["evaluation"] < self.state.evaluations or self.state.validated < self.state.step):
             found["test_best"] = self.evaluate_best()
         found["test"] = self.evaluate("test")
         metrics.check_same(found, self.world)
@@ -533,7 +529,8 @@ class Trainer:
         """
         finished = self.is_done() and figures is not None
         if finished:
-            for split, values in (figures or {}).items():
+            last = {"train": metrics.means(self.metrics.reduce())}  # by log_scalar, since the last line
+            for split, values in {**last, **(figures or {})}.items():
                 self.logger.log_evaluation(self.state, split, values)
             self.checks.run()  # a subclass may have changed them since the last save
             final = self.whole_weights(self.world.is_writer)

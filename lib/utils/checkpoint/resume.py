@@ -135,8 +135,7 @@ def _fault_of(folder: Path, world: World, there: bool) -> str:
 def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     """Return how this run cuts its samples, and which engine sums them: as its first start did, or by new flags.
 
-    `data` is what `fingerprint.describe` returns, and `before` what the first start settled, {} for a new run. Raises
-    UsageError if -drop_last leaves nothing.
+    `data`: of `fingerprint.describe`; `before`: what the first start settled. Raises UsageError if nothing is left.
     """
     batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
@@ -201,8 +200,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
 def restore_state(past: Past | None, plan: Plan) -> State:
     """Return how far the run is, in steps of this plan.
 
-    If -batch_size or the number of samples was allowed to change, the same share of the epoch counts as done; under
-    -steps, the same number of steps.
+    With another -batch_size or other data the same share of the epoch counts as done; under -steps, as many steps.
     """
     if past is None:
         return State()

@@ -185,4 +185,5 @@ def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
 
 def as_bytes(values: Tensor) -> memoryview | bytes:
     """Return the bytes of a tensor on the CPU."""
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data if values.numel() else b""
+    flat = values.contiguous().as_strided((values.numel(),), (1,))  # which a single value that was expanded lacks
+    return flat.view(torch.uint8).numpy().data if values.numel() else b""

@@ -53,8 +53,7 @@ def encode_manifest(manifest: dict) -> bytes:
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint.
 
-    Raises Damaged if it differs from what was written, or its state is no `State`; UsageError for another format;
-    OSError if it is missing, or the disk does not answer.
+    Raises Damaged if it is not what a run wrote, UsageError for another format, OSError if it cannot be read.
     """
     path = folder / "manifest.json"
     data = files.read_bytes(path)
@@ -107,8 +106,7 @@ class Parts:
     def states(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Return the states of optimizers and others as JSON has them, and which parameters are frozen.
 
-        Their tensors go to `tensors`, by name: optim.head.weight.exp_avg, trainer.scheduler.rates. Raises UsageError,
-        with the name, for what a checkpoint cannot hold.
+        Tensors go to `tensors`, as optim.head.weight.exp_avg. Raises UsageError for what a checkpoint cannot hold.
         """
         states = {part: encode(other.state_dict(), part, tensors) for part, other in self.others.items()}
         for part, optimizer in self.optimizers.items():

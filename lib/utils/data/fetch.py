@@ -35,6 +35,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 MapDataset: TypeAlias = Any  # has len() and [index]; torch's Dataset does not declare its length
+SAME = ("collate_fn", "on_device", "classes")  # of the parts of a ConcatDataset
 MOST_FILES = 128  # that are open when a loader process begins, and are watched
 WORKERS = 8  # loader processes at most, without -workers
 
@@ -43,9 +44,9 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
-    if isinstance(dataset, ConcatDataset) and name in ("collate_fn", "on_device") and not hasattr(dataset, name):
+    if isinstance(dataset, ConcatDataset) and name in SAME and not hasattr(dataset, name):
         first, *others = (option(part, name, default) for part in dataset.datasets)
-        if any(one != first for one in others):
+        if any(repr(one) != repr(first) for one in others):  # classes may be an array
             raise UsageError(f"the parts of a ConcatDataset have different {name}: set its own")
         return first
     if name in ("collate_fn", "on_device") and not hasattr(dataset, name):
@@ -195,11 +196,7 @@ class Fetch(Dataset):
         torch.set_num_threads(1)  # as torch's loader processes do: sums by another number have other bits
         try:
             with no_exit():  # sys.exit would end a worker without a message
-                for part in self.by_epoch:
-                    seeding.seed(seeding.SAMPLE, self.seed, epoch)
-                    part.set_epoch(epoch)
-                    if len(self.dataset) != self.length:
-                        raise UsageError(f"set_epoch({epoch}) changes the number of samples, {self.length} before")
+                self.set_epoch(epoch)
                 batch = files.retry(lambda: self._read(epoch, micro_batch.indices, rows))
                 if fault := self.shared_file():
                     raise fault
@@ -213,6 +210,14 @@ class Fetch(Dataset):
         finally:
             torch.set_num_threads(threads)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Let the dataset, and those that it reads from, know the epoch of the next batch."""
+        for part in self.by_epoch:
+            seeding.seed(seeding.SAMPLE, self.seed, epoch)
+            part.set_epoch(epoch)
+            if len(self.dataset) != self.length:
+                raise UsageError(f"set_epoch({epoch}) changes the number of samples, {self.length} before")
+
     def shared_file(self) -> UsageError | None:
         """Return what is wrong if a worker process has read from a file that others have open as well."""
         for number, place in self.places.items():
@@ -225,7 +230,9 @@ class Fetch(Dataset):
         """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""
         if gives_batches(self.dataset):
             seeding.seed(seeding.SAMPLE, self.seed, epoch, indices[0])
-            return self.dataset.__getitems__(rows)
+            batch = self.dataset.__getitems__(rows)
+            if isinstance(batch, list) or not option(self.dataset, "collate_fn"):
+                return batch
         prefetch(self.dataset, rows)
         items = []
         for index, row in zip(indices, rows, strict=True):

@@ -36,7 +36,7 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
         if of_train and names != of_train[: len(names)]:  # the same number would be another class
             fault = f"the classes of {name} are {names!s:.80}, and those of train {of_train!s:.80}"
             raise UsageError(f"-dataset {args.dataset}: {fault}: number them alike, or set {name}.classes")
-        own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
+        own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(2, workers))
         digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
         listing = option(part, "listing")  # a number for the names and classes of all its files
         order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
@@ -70,7 +70,7 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
     reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)
     with contextlib.closing(reader):
         reader.begin_fetching()
-        first, *others = (_digest(batch, args.data) for _ in range(4) for _, batch in reader(0, [key]))
+        first, *others = (_digest(batch, args.data) for _, batch in reader(0, [key] * 4))  # in turn
     return first if {*others} == {first} else NEVER_THE_SAME  # of four, as two may be alike
 
 
@@ -85,7 +85,7 @@ def _digest_batch(items: list, collate_fn: Callable, data: str) -> str:
 def _digest(value: Any, data: str, depth: int = 9) -> str:
     """Return a digest of a sample. An object of an unknown kind counts by its attributes, nine levels deep."""
     if isinstance(value, Tensor) and not value.is_nested:
-        whole = value.detach().cpu().to_dense().resolve_conj().contiguous()
+        whole = value.detach().cpu().to_dense().resolve_conj().clone(memory_format=torch.contiguous_format)
         content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping | list | tuple | Tensor) or str(getattr(value, "dtype", "")) == "object":
         parts = value.items() if isinstance(value, Mapping) else value  # a tensor's, of those that are nested

@@ -49,9 +49,11 @@ class Loader:
         for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
             watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
+            if on_device := option(self.dataset, "on_device"):
+                self.fetcher.fetch.set_epoch(epoch)  # a loader process has a dataset of its own
             step = epoch * self.plan.steps + micro_batch.step
             seeding.seed(self.stream, self.seed, step, micro_batch.number, device=self.world.device)
-            if on_device := option(self.dataset, "on_device"):
+            if on_device:
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
                 batch = on_device(batch, tensors.to_device(draws, self.world.device))
             yield micro_batch, tensors.to_device(batch, self.world.device)
@@ -87,8 +89,7 @@ class Loader:
 def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
     """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}; val_NAME are more validation sets.
 
-    With `overfit`, these are so many of the training samples, evaluated on as well. Raises UsageError for what
-    cannot be trained on.
+    `overfit`: so many training samples, evaluated on as well. Raises UsageError for what cannot be trained on.
     """
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
     if isinstance(dataset, (tuple, list)) or "train" not in parts or not all(map(SPLIT.fullmatch, map(str, parts))):

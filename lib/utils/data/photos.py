@@ -51,8 +51,7 @@ def describe(others: Counter[str]) -> str:
 def read(file: str | Path, use: Callable[[Image.Image], Any], data: bytes | None = None) -> Any:
     """Return what `use` makes of an image file, or of `data` that came from there.
 
-    Raises what `use` raises for an image that can be decoded; UsageError for content that is no image; OSError, with
-    its number, if the disk fails.
+    Raises what `use` raises for a good image; UsageError for content that is none; OSError if the disk fails.
     """
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
     try:

@@ -13,8 +13,7 @@ from lib.utils.errors import UsageError
 class Pixels:
     """A dataset's `on_device` for uint8 images (B, C, H, W): floats of about mean 0 and deviation 1 in each channel.
 
-    `mean`, `deviation`: of each channel, or of all, for pixels from 0 to 1. With `mirror` half of the images are
-    mirrored.
+    `mean`, `deviation`: of each channel, or of all, for pixels from 0 to 1. `mirror`: half of the images.
     """
 
     mean: tuple[float, ...]

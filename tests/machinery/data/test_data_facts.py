@@ -13,7 +13,7 @@ from items import Items
 from PIL import Image
 from runs import few, plugins, run, same_tensors, weights
 from saves import SMALL, log_of, names, refused, stop_at
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import ConcatDataset, Subset, default_collate, get_worker_info
 
 from lib.trainer import trainer
 from lib.utils.checkpoint import resume
@@ -53,6 +53,7 @@ ROWS = torch.arange(50.0)
 KINDS = {
     "tensors": lambda number: (ROWS[:3] + number, number),
     "half": lambda number: (ROWS[:3].bfloat16() + number, torch.tensor(number)),
+    "strides": lambda number: (ROWS.view(5, 10)[number % 5 : number % 5 + 1, number], ROWS[number].expand(1)),
     "dicts": lambda number: {"image": np.full((2, 2), number, np.uint8), "labels": number},
     "images": lambda number: (Image.new("L", (4, 4), number), number),
     "texts": lambda number: (f"text {number}", b"1" * number),
@@ -82,6 +83,7 @@ def test_classes_that_another_split_numbers_otherwise_are_refused(names):
     parts["val_few"] = Tensors(ROWS, classes=["a"])
     fingerprint.describe(parts, parsed("-cpu 1"), World())
     parts["val"].classes = names
+    parts["train"] = ConcatDataset([parts["train"]] * 2)
     assert "the classes of val are " in usage_error(fingerprint.describe, parts, parsed("-cpu 1"), World())
 
 
@@ -123,8 +125,9 @@ def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_
     read = lambda *_: (torch.rand(64, generator=own), 1)  # noqa: E731
     val = Items([(torch.ones(64), 1)] * 20, collate_fn=lambda items: default_collate([*map(read, items)]))
     part = {"train": Items([read] * 20), "val": val}
+    part["val_few"] = Items([lambda: (torch.full((64,), getattr(get_worker_info(), "id", 0.0) + 0.0), 1)] * 20)
     with plugins(dataset={"own": lambda args: part}):
-        folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2")
+        folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2 -workers 2")
     for split in part:
         assert f"the samples of {split} differ each time they are read: no resume is exact" in log_of(folder)
 

@@ -1,6 +1,5 @@
 """However a run ends, it saves its state if it can, and the next start ends with the same weights, bit for bit."""
 
-import itertools
 import os
 import re
 import signal
@@ -11,9 +10,6 @@ from pathlib import Path
 import pytest
 from processes import until
 from saves import steps
-
-from lib.utils import preemption
-from lib.utils.distributed import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
@@ -62,24 +58,6 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, 
     assert wait_until_stopped(run, "SIGTERM") == NEXT
     assert steps(run.folder)[1] == EPOCH
     check_resumes(start, "signalled", uninterrupted, "-workers", workers)
-
-
-def test_the_interval_between_votes_stays_short_on_a_gpu_whose_steps_are_queued(monkeypatch):
-    """After a wait the next steps are queued at once and seem to take no time. Here a step takes 1 s, four are in the
-    queue, and a log line every ten steps waits for the GPU."""
-    clock, queue, votes = [0.0], [], []
-    stop = preemption.Stop(Path("nowhere"), World(size=2), max_hours=None, grace_s=60)
-    monkeypatch.setattr(stop, "is_requested", lambda: bool(votes.append(clock[0])))
-    monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(preemption.distributed, "all_reduce_max", lambda values, world: values)
-    for step in range(1, 400):
-        clock[0] += 0.02
-        queue.append(max([clock[0], *queue]) + 1.0)
-        if len(queue) > 4 or step % 10 == 0:
-            clock[0] = max(clock[0], queue[-1] if step % 10 == 0 else queue[-5])
-        queue = queue[-4:]
-        stop.tick(training=True)
-    assert len(votes) > 40 and max(after - before for before, after in itertools.pairwise(votes)) < 10
 
 
 def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, uninterrupted):

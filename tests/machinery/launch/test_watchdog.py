@@ -149,7 +149,7 @@ WAITS = Items([threading.Event().wait] * 16)
     [
         (lambda args: threading.Event().wait(), None, "", "get_dataset of -dataset waits"),
         (lambda args: WAITS, None, "-workers 0", "waiting for a batch of Items from this process"),
-        (lambda args: WAITS, None, "-workers 2", "waiting for a batch of Items from 1 loader processes (-workers)"),
+        (lambda args: WAITS, None, "-workers 2", "waiting for a batch of Items from 2 loader processes (-workers)"),
         (lambda args: ZEROS, lambda args: threading.Event().wait(), "", "building -arch waits"),
         (lambda args: ZEROS, lambda args: WaitsInForward(64, 4), "-workers 2", "computing a batch"),
     ],

@@ -217,6 +217,13 @@ class HalvesRate(trainer.Trainer):
             group["lr"] *= 0.5
 
 
+def in_turn(self, batch):
+    """Train another layer in each step, as a GAN in one loop does."""
+    for number, layer in enumerate((self.model[1], self.model[5])):
+        layer.requires_grad_(self.state.step % 2 == number)
+    return trainer.Trainer.training_step(self, batch)
+
+
 class Distils(trainer.Trainer):
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -239,11 +246,12 @@ Plateau = with_change(  # lowers the rate when the validation does not get bette
         on_evaluation=lambda self, _, figures: self.plateau.step(figures["loss"]), set_learning_rate=lambda self: None
     ),
 )
+IN_TURN = overriding(training_step=in_turn)
 FROZEN_NORM = with_change(lambda self: self.model[2].eval())
 HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
 ADAGRAD = with_change(lambda self: setattr(self, "optimizer", Around(torch.optim.Adagrad(self.model.parameters()))))
 EDITS = (OwnStep, HalvesRate, GradientNoise, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
-EDITS += (HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, with_change(bool, ema.Trainer))  # the last lacks a flag
+EDITS += (HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, IN_TURN, with_change(bool, ema.Trainer))  # it lacks a flag
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -283,6 +291,23 @@ class OwnRates(trainer.Trainer):
             self.optimizer.add_param_group({"params": self.model[5].bias})
             self.optimizer.add_param_group({"params": self.model[2].bias, "lr_scale": 0.1})
         return super().train_epoch()
+
+
+def evaluate_teacher(self, split):
+    """Evaluate the teacher in place of the model, which evaluated_weights should do."""
+    kept = copy.deepcopy(self.model.state_dict())
+    self.model.load_state_dict(self.teacher.state_dict())
+    figures = trainer.Trainer.evaluate(self, split)
+    self.model.load_state_dict(kept)
+    return figures
+
+
+def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
+    with plugins(trainer={"shadow": type("Shadow", (Distils,), {"evaluate": evaluate_teacher})}):
+        folder = run(tmp_path, f"{FLAGS} -trainer shadow -cpu 1")
+        assert log_of(folder).count("evaluate() measures other weights than are kept") > 1, "for best/ and final/"
+        run(tmp_path, f"{FLAGS} -trainer shadow -cpu 1 -eval")
+    assert "trainer.teacher" in caplog.text
 
 
 def test_best_weights_are_evaluated_as_they_are_however_a_trainer_takes_its_average(tmp_path, monkeypatch):
@@ -471,6 +496,7 @@ class Everywhere(trainer.Trainer):
         made[0] += 1
         data = self.loaders["train"].dataset
         data.on_device = data.on_device or (lambda batch, draws, made=made: batch)
+        data.weights = torch.full((9,), float(made[0]))
         helpers = sys.modules.setdefault("helpers", types.ModuleType("helpers"))
         vars(helpers).update(__file__=f"{config.ROOT}/helpers.py", calls=made[0])  # as of a file next to train.py
         vars(self.model[1].weight)["calls"] = made[0]
@@ -580,7 +606,7 @@ OF_SAMPLES = [
 OF_SAMPLES = [f"{name} (unseen by loaders: see set_epoch)" for name in OF_SAMPLES]
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
 EVERYWHERE = ["1.weight.calls", "helpers.calls", "lib.core.optimizer.HISTORY", *COUNTS]
-EVERYWHERE += ["the train samples' on_device (unseen by loaders: see set_epoch)", "trainer.large"]
+EVERYWHERE += [f"the train samples' {one} (unseen by loaders: see set_epoch)" for one in ("on_device", "weights")]
 KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
 
 
@@ -588,7 +614,7 @@ KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".sp
     ("edit", "more", "changed"),
     [
         (Keeps, "-cpu 2 -overfit 48", KEPT),
-        (Everywhere, "-cpu 2", EVERYWHERE),
+        (Everywhere, "-cpu 2", [*EVERYWHERE, "trainer.large"]),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
 )
