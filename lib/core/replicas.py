@@ -197,7 +197,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         named |= {f"{name}.{key}": value for key, value in vars(one).items() if type(one) is nn.Parameter}
     for split, loader in trainer.loaders.items():
         for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
-            for key, value in getattr(one, "__dict__", {}).items():
+            for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():
                 is_state = isinstance(value, int | float) or key in ("on_device", "tensors", "weights")
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 if is_state or callable(value):  # a transform, which reading may change, or another one in its place
