@@ -44,7 +44,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer, got_targets = _call(model, batch, inputs, targets)
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
-    numbers = [one for _, one in named_tensors(answer) if got_targets and not one.ndim]
+    numbers = [one for _, one in named_tensors(answer) if got_targets and not one.ndim and one.requires_grad]
     if numbers if loss is None else isinstance(answer, (tuple, list)) and numbers[1:]:
         raise UsageError('a model that gets targets must return one number, or a dict with its loss as "loss"')
     if loss is not None:
