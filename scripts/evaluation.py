@@ -38,7 +38,7 @@ def evaluate(trainer: Trainer) -> str:
     for name, one in {"loss": trainer.loss, **used}.items():
         values = [*one.parameters()] if isinstance(one, nn.Module) else tree_leaves(one)
         if any(isinstance(value, Tensor) for value in values):
-            text = "trainer.%s is not in a weights file, and as the start makes it: so are the figures that it gives"
+            text = "trainer.%s is not in a weights file, and as the start makes it: so are figures that use it"
             log.warning(text, name)
     figures = {split: trainer.evaluate(split) for split in splits}
     metrics.check_same(figures, trainer.world)

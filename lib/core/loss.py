@@ -77,8 +77,11 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
     names = ["**" if one.kind is one.VAR_KEYWORD else one.name for one in taken]
     given = {name: targets for name in names if name in TARGETS and targets is not None}
     if not isinstance(inputs, Mapping):
-        if targets is not None and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken):
-            raise UsageError("the model's forward takes *args alone: name its parameters, as labels if it takes them")
+        takes_any = targets is not None and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken)
+        if takes_any and any({*signature(type(one).forward).parameters} & {*TARGETS} for one in model.modules()):
+            raise UsageError(
+                "a forward of *args alone gets no targets, which a part of the model takes: name its parameters"
+            )
         return model(inputs, **given), bool(given)
     entries = inputs if given or not isinstance(batch, Mapping) else batch
     if "**" in names:

@@ -35,7 +35,7 @@ OWN = "is_loaded is_unscaled is_whole loaders logger logs_scalars loss may_stop 
 OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms scaler val_splits world".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()}  # the last ones: of CrossEntropy
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data))|.*/(site|dist)-packages/"
+NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data))|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 CODE = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
@@ -125,11 +125,8 @@ class Checks:
             self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
         parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
-        for text, names in (
-            (UNTRAINED, odd),
-            (IDLE, idle if known and self.steps and self.agreed != state.step else []),
-            (OTHER, parted),
-        ):
+        is_due = known and self.steps and self.agreed != state.step  # no step has trained what an epoch's end thaws
+        for text, names in ((UNTRAINED, odd), (IDLE, idle if is_due else []), (OTHER, parted)):
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
                 self.said[text] = names
@@ -142,8 +139,9 @@ class Checks:
         self.agreed = state.step
 
     def norms(self) -> Tensor:
-        """Return the norms of the model's parameters, (parameters,): of sharded ones, those of this rank's parts."""
-        return torch.stack(torch._foreach_norm([shards.local_part(one) for one in self.trainer.model.parameters()]))
+        """Return the norms of the model's parameters of 16 bits or more, (parameters,): of this rank's parts."""
+        wide = [one for one in self.trainer.model.parameters() if one.is_floating_point() and one.itemsize > 1]
+        return torch.stack(torch._foreach_norm([*map(shards.local_part, wide)])) if wide else torch.zeros(0)
 
     def compare(self, when: str) -> None:
         """Compare all copies of weights and states. Raises RuntimeError on all ranks, which call this together."""
@@ -215,7 +213,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
 def variables(objects: list[Any]) -> dict[str, Any]:
     """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
     loaded = [(name, one, getattr(one, "__dict__", {})) for name, one in [*sys.modules.items()]]
-    places: dict[str, Any] = {name: one for name, one, its in loaded if OURS.match(its.get("__file__") or "")}
+    places: dict[str, Any] = {name: one for name, one, its in loaded if OURS.match(str(its.get("__file__")))}
     for kind in {kind for one in objects for kind in type(one).__mro__}:
         file = sys.modules.get(kind.__module__, kind)  # a loader of the user's may not note it there
         installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")

@@ -35,7 +35,6 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 
 MapDataset: TypeAlias = Any  # has len() and [index]; torch's Dataset does not declare its length
-SAME = ("collate_fn", "on_device", "classes")  # of the parts of a ConcatDataset
 MOST_FILES = 128  # that are open when a loader process begins, and are watched
 WORKERS = 8  # loader processes at most, without -workers
 
@@ -44,9 +43,9 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
-    if isinstance(dataset, ConcatDataset) and name in SAME and not hasattr(dataset, name):
+    if isinstance(dataset, ConcatDataset) and name in ("collate_fn", "on_device") and not hasattr(dataset, name):
         first, *others = (option(part, name, default) for part in dataset.datasets)
-        if any(repr(one) != repr(first) for one in others):  # classes may be an array
+        if any(one != first for one in others):
             raise UsageError(f"the parts of a ConcatDataset have different {name}: set its own")
         return first
     if name in ("collate_fn", "on_device") and not hasattr(dataset, name):

@@ -175,7 +175,9 @@ def test_a_batch_may_be_any_mapping_and_a_model_must_name_what_it_takes():
     batch = collections.UserDict({"input": inputs, "labels": labels})
     model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
     assert losses.forward(model, batch, criterion).loss == criterion(model(inputs), labels)
-    assert "takes *args alone: name" in usage_error(losses.forward, Around(4, 3), (inputs, labels), criterion)
+    around = Around(4, 3)
+    around.inner = nn.NLLLoss()
+    assert "a forward of *args alone gets no" in usage_error(losses.forward, around, (inputs, labels), criterion)
 
 
 TWICE = "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"
