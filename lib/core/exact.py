@@ -53,7 +53,10 @@ class Engine:
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         if micro_batch.first:
-            self.leaves, self.nodes, self.trained = micro_batch.step_parts, {}, parameters
+            self.parameters = [one for one in parameters if not is_sharded(one)]  # a pass may freeze and thaw some
+            self.sharded = [one for one in parameters if is_sharded(one)]
+            self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
+            self.leaves, self.nodes = micro_batch.step_parts, {}
         for scatter in self.scatters:
             scatter.begin(micro_batch)
         self.buffers.before(micro_batch)
@@ -63,10 +66,6 @@ class Engine:
         """Add a micro-batch's gradients to the sum, none of padding. `figures` (2,): mean loss, number of targets."""
         if self.figures is not None:
             raise UsageError("two backward passes of one micro-batch: add up its losses")
-        if micro_batch.first:  # the forward pass may have frozen or thawed some
-            self.parameters = [one for one in self.trained if one.requires_grad and not is_sharded(one)]
-            self.sharded = [one for one in self.trained if is_sharded(one)]
-            self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
         self.buffers.after()
         loss.backward()
         self.figures = figures

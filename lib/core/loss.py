@@ -45,7 +45,8 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
     numbers = [one for _, one in named_tensors(answer) if got_targets and not one.ndim and one.requires_grad]
-    if numbers if loss is None else isinstance(answer, (tuple, list)) and numbers[1:]:
+    are_several = len(numbers) > 1 and isinstance(answer, (tuple, list))
+    if are_several or (numbers and loss is None):
         raise UsageError('a model that gets targets must return one number, or a dict with its loss as "loss"')
     if loss is not None:
         may_be_output = isinstance(answer, Tensor) and getattr(targets, "shape", ())[:1] == (1,)  # squeeze()
@@ -79,9 +80,7 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
     if not isinstance(inputs, Mapping):
         takes_any = targets is not None and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken)
         if takes_any and any({*signature(type(one).forward).parameters} & {*TARGETS} for one in model.modules()):
-            raise UsageError(
-                "a forward of *args alone gets no targets, which a part of the model takes: name its parameters"
-            )
+            raise UsageError("a forward of *args alone gets no targets, but a part of the model does: name them")
         return model(inputs, **given), bool(given)
     entries = inputs if given or not isinstance(batch, Mapping) else batch
     if "**" in names:

@@ -23,7 +23,7 @@ from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
-from lib.utils.data.fetch import nested
+from lib.utils.data.fetch import has_weights, nested, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.errors import UsageError
 
@@ -50,6 +50,9 @@ class Checks:
     def __init__(self, trainer: Any):
         self.trainer, self.parts = trainer, parts_of(trainer)
         self.schema = shards.schema(find_parts(trainer).weights())
+        data = trainer.loaders["train"].dataset
+        if trainer.args.shuffle and has_weights(data) and option(data, "sampler") is None:
+            raise UsageError("the training samples got their weights after get_dataset, too late: set them there")
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
@@ -195,7 +198,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         named |= {f"{name}.{key}": value for key, value in vars(one).items() if type(one) is nn.Parameter}
     for split, loader in trainer.loaders.items():
         for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
-            for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():
+            for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():  # which may come later
                 is_state = isinstance(value, int | float) or key in ("on_device", "tensors", "weights")
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 if is_state or callable(value):  # a transform, which reading may change, or another one in its place

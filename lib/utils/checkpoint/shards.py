@@ -184,6 +184,6 @@ def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
 
 
 def as_bytes(values: Tensor) -> memoryview | bytes:
-    """Return the bytes of a tensor on the CPU."""
-    flat = values.contiguous().as_strided((values.numel(),), (1,))  # which a single value that was expanded lacks
-    return flat.view(torch.uint8).numpy().data if values.numel() else b""
+    """Return the bytes of a tensor on the CPU; a single value of any stride counts as contiguous."""
+    count = values.numel()
+    return values.contiguous().as_strided((count,), (1,)).view(torch.uint8).numpy().data if count else b""

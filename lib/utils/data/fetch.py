@@ -63,8 +63,7 @@ def has_weights(dataset: Any) -> bool:
 
 def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
     """Return a dataset and those that it reads from: a Subset's, a ConcatDataset's, those that it has `wrapped`."""
-    found: dict[int, Any] = {}
-    queue = [dataset]
+    found, queue = {}, [dataset]
     while queue:
         whole = queue.pop()
         parts = [whole.dataset] if isinstance(whole, Subset) else getattr(whole, "datasets", ())
