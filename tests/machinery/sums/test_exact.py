@@ -80,7 +80,6 @@ def test_gradients_that_travel_in_many_chunks_and_slices_have_the_same_bits(tmp_
     """Of 12 micro-batches, and of two in the short last step, where most of five processes have none."""
     flags = f"{SMALL} -arch turns_net -batch_size 12 -micro_batch 1"
     truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
-    monkeypatch.setattr(exact, "SMALL", 0)
     monkeypatch.setattr(exact, "CHUNK", 700)
     for cpu in (2, 5):
         assert bits(run(tmp_path, f"{flags} -cpu {cpu} -model on_{cpu}")) == truth
