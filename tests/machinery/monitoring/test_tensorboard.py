@@ -6,17 +6,16 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import urllib.parse
 import urllib.request
 
 import needs
 import numpy as np
 import ports
-import pytest
 from PIL import Image
-from processes import CLEAN, ROOT, address_in, until
+from processes import address_in, until
 from runs import lines, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lib import config
 from lib.utils.checkpoint.state import State
@@ -63,31 +62,16 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     assert ports.is_free(urllib.parse.urlsplit(address).port)
 
 
-def test_the_server_has_each_figure_of_a_killed_and_resumed_run_once_at_its_step(start, tmp_path):
-    flags = ("-log_every", 1, "-save_every", "7steps")
-    fault = {"do": "send_signal", "signal": "SIGKILL", "step": 33}  # the newest checkpoint is that of step 28
-    assert start("killed", *flags, cpu=1, fault=fault).wait() == -signal.SIGKILL
-    assert start("killed", *flags, cpu=1).wait() == 0
-    figures = {}  # steps and values by name
-    for line in lines(tmp_path / "out" / "killed"):
-        for name in line.keys() - {"step", "epoch", "samples"}:
-            figures.setdefault(name, []).append((line["step"], line[name]))
-    assert [step for step, _ in figures["train/loss"]] == [*range(1, 61)]
-
-    command = [sys.executable, "scripts/tensorboard_server.py", str(tmp_path / "out")]
-    with subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            address = f"{address_in(server.stdout.readline())}data/plugin/scalars/"
-            tags = lambda: json.loads(fetch(address, "tags")).get("killed", {}).keys()  # noqa: E731
-            until(lambda: tags() == {tensorboard_tag(name) for name in figures})  # all is read
-            assert figures.keys() > {"train/loss", "val/accuracy", "test/loss", "perf/memory_gb"}
-            for name, points in figures.items():
-                query = urllib.parse.urlencode({"run": "killed", "tag": tensorboard_tag(name)})
-                served = json.loads(fetch(address, f"scalars?{query}"))
-                wanted = [(step, pytest.approx(value)) for step, value in points]
-                assert [tuple(point[1:]) for point in served] == wanted
-        finally:
-            server.terminate()
+def test_a_run_that_is_killed_and_resumed_has_each_figure_once_at_its_step(tmp_path):
+    args, plan = config.parse_args([]), Plan(100, 1, 1, total_steps=100)
+    for start, end in ((0, 33), (28, 60)):  # the newest checkpoint is that of step 28
+        logger = Logger(tmp_path, World(), args, plan, start)  # never closed, as if killed
+        for step in range(start + 1, end + 1):
+            logger.log_evaluation(State(step=step, epoch=1), "val", {"loss": 100.0 * end + step})
+    board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    shown = [(point.step, point.value) for point in board.Scalars(tensorboard_tag("val/loss"))]
+    assert shown == [(line["step"], line["val/loss"]) for line in lines(tmp_path)]
+    assert [step for step, _ in shown] == [*range(1, 61)]
 
 
 @needs.require("" if shutil.which("chromium") else "needs chromium: apt-get install chromium")
