@@ -145,6 +145,9 @@ class Fetcher:
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
+        source = "this process" if self.loader is None else f"{self.loader.num_workers} loader processes (-workers)"
+        waiting = f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}"
+        watchdog.begin(waiting)
         requests = ((epoch, micro_batch) for micro_batch in micro_batches)
         if self.loader is not None:
             self.fetch.requests = requests
@@ -155,11 +158,7 @@ class Fetcher:
             if isinstance(batch, UsageError):
                 raise batch
             yield micro_batch, batch
-
-    def begin_fetching(self) -> None:
-        """Let the watchdog know that a batch is waited for, and from whom."""
-        source = "this process" if self.loader is None else f"{self.loader.num_workers} loader processes (-workers)"
-        watchdog.begin(f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}")
+            watchdog.begin(waiting)
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""

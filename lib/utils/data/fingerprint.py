@@ -69,7 +69,6 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
     digest = functools.partial(_digest_batch, collate_fn=option(part, "collate_fn", len), data=args.data)
     reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)
     with contextlib.closing(reader):
-        reader.begin_fetching()
         first, *others = (_digest(batch, args.data) for _, batch in reader(0, [key] * 4))  # in turn
     return first if {*others} == {first} else NEVER_THE_SAME  # of four, as two may be alike
 

@@ -45,7 +45,6 @@ class Loader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of an epoch, in order, each with its batch on the device."""
-        self.fetcher.begin_fetching()
         for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
             watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
@@ -57,7 +56,6 @@ class Loader:
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
                 batch = on_device(batch, tensors.to_device(draws, self.world.device))
             yield micro_batch, tensors.to_device(batch, self.world.device)
-            self.fetcher.begin_fetching()
         watchdog.begin(COMPUTING)
 
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
