@@ -172,16 +172,6 @@ def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monk
         assert f"000002_step_4 could not be saved (rank 0: OSError: [Errno {errno.ENOSPC}]" in message[0]
 
 
-def test_three_failed_saves_in_a_row_end_the_run_and_the_older_one_is_good(tmp_path, monkeypatch, finished_run):
-    with monkeypatch.context() as patch:
-        fail_writes(patch, lambda rank, step: step > 5 and rank == 0)
-        folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps", wanted=1)
-    assert all("nor could the 2 before it" in log_of(folder, rank) for rank in range(2))
-    assert saves.steps(folder) == [5, 4] and len(all_entries(folder)) == 2
-    run(tmp_path, f"{SMALL} -cpu 2")
-    assert distance(folder, finished_run) == 0.0
-
-
 def test_a_failed_last_save_is_retried_and_a_run_that_could_not_save_has_failed(tmp_path, monkeypatch):
     attempts = []
 
