@@ -148,12 +148,8 @@ class Fetcher:
         source = "this process" if self.loader is None else f"{self.loader.num_workers} loader processes (-workers)"
         waiting = f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}"
         watchdog.begin(waiting)
-        requests = ((epoch, micro_batch) for micro_batch in micro_batches)
-        if self.loader is not None:
-            self.fetch.requests = requests
-            answers = iter(self.loader)
-        else:
-            answers = map(self.fetch.__getitem__, requests)
+        self.fetch.requests = ((epoch, micro_batch) for micro_batch in micro_batches)
+        answers = map(self.fetch.__getitem__, self.fetch) if self.loader is None else iter(self.loader)
         for micro_batch, batch in answers:
             if isinstance(batch, UsageError):
                 raise batch
