@@ -3,7 +3,9 @@
 import json
 import logging
 import time
+from pathlib import Path
 
+import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -30,11 +32,16 @@ def evaluate(trainer: Trainer) -> str:
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
+    theirs, mine = classes_of(Path(path)), trainer.plan.data["classes"]
+    if theirs and mine and theirs != mine:
+        text = "%s are for the classes %.80s, and the data has %.80s: the figures mean nothing if these are others"
+        log.warning(text, path, theirs, mine)
     trainer.is_loaded = True
     trainer.make_engine()
     kind, methods = type(trainer), ("evaluate", "evaluation_step")  # which may use others' weights, as a teacher's
     is_own = any(getattr(kind, name) is not getattr(Trainer, name) for name in methods)
-    used = {name: one for name, one in vars(trainer).items() if is_own and name not in replicas.OF_BASE}
+    of_base = trainer.of_base.keys() | replicas.MADE_LATER
+    used = {name: one for name, one in vars(trainer).items() if is_own and name not in of_base}
     for name, one in {"loss": trainer.loss, **used}.items():
         values = [*one.parameters()] if isinstance(one, nn.Module) else tree_leaves(one)
         if any(isinstance(value, Tensor) for value in values):
@@ -54,3 +61,12 @@ def evaluate(trainer: Trainer) -> str:
         except OSError as error:
             log.warning("not written: %s", error)
     return "finished"
+
+
+def classes_of(path: Path) -> list[str]:
+    """Return the names of the classes of the run whose weights these are; [] if they are none of a run's."""
+    file = next((one / "config.yaml" for one in (path, *path.parents[:2]) if (one / "config.yaml").is_file()), None)
+    found = yaml.safe_load(file.read_text()) if file else None
+    about = found.get("about") if isinstance(found, dict) else None
+    classes = about.get("classes") if isinstance(about, dict) else None
+    return [*map(str, classes)] if isinstance(classes, list) else []

@@ -31,16 +31,15 @@ log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
 FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved state stop".split()}
 MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "trained"}  # by the trainer itself
-OWN = "is_loaded is_unscaled is_whole loaders logger logs_scalars loss may_stop model more_optimizers of_base"
-OF_BASE = FIXED | MADE_LATER | {*f"{OWN} optimizer pending_losses pending_norms scaler val_splits world".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()}  # the last ones: of CrossEntropy
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data))|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
-CODE = MethodType | BuiltinFunctionType | functools.partial | type | ModuleType  # functions may keep values
+CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: seed it, or make it a saved buffer"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
+MOST_LOOKS = 8  # at each check so often; then at every eighth, as each takes some 10 ms
 MOST_BYTES, MOST_VALUES = 1 << 25, 1 << 14  # of what `plain_values` compares of a value, and of an array in it
 
 
@@ -59,6 +58,7 @@ class Checks:
         self.fixed: dict[str, str] = {}  # of its tensors, with their shapes: those that have not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
+        self.looks = 0  # steps after which `plain_values` were due
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
 
@@ -122,7 +122,9 @@ class Checks:
         known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
-        now = plain_values(self.trainer) if self.values else {}
+        self.looks += state.step != self.agreed  # an evaluation and a save after it are one
+        is_look = state.step != self.agreed and (self.looks <= MOST_LOOKS or not self.looks % MOST_LOOKS)
+        now = plain_values(self.trainer) if self.values and is_look else {}
         same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
         if now:
             self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
@@ -183,8 +185,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     parts = find_parts(trainer)
     skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts_of(trainer))}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
-    own = vars(trainer).keys() - OF_BASE
-    own -= getattr(trainer, "state_dict", dict)().keys()
+    of_base = {*trainer.of_base, *MADE_LATER, "of_base"} - {"schedule", "total_steps"}  # which a trainer may change
+    own = vars(trainer).keys() - of_base - getattr(trainer, "state_dict", dict)().keys()
     named: dict[str, Any] = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     named = {name: one.detach() if isinstance(one, Tensor) else one for name, one in named.items()}
     named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
@@ -208,22 +210,23 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
             named |= {f"{part}.{key}": value for key, value in own.items() if not isinstance(value, CODE)}
-    marks = {name: Mark(skipped, storages).of(value) for name, value in named.items()}
+    mark = Mark(skipped, storages)
+    marks = {name: mark.of(value) for name, value in named.items()}
     shapes = {name: tuple(one.shape) for name, one in named.items() if isinstance(one, Tensor | np.ndarray)}
     return marks | {name: f"{shape} {marks[name]}" for name, shape in shapes.items() if marks[name] is not None}
 
 
 def variables(objects: list[Any]) -> dict[str, Any]:
     """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
-    loaded = [(name, one, getattr(one, "__dict__", {})) for name, one in [*sys.modules.items()]]
+    loaded = [(name, one, getattr(one, "__dict__", {})) for name, one in [*sys.modules.items()] if "__" not in name]
     places: dict[str, Any] = {name: one for name, one, its in loaded if OURS.match(str(its.get("__file__")))}
     for kind in {kind for one in objects for kind in type(one).__mro__}:
         file = sys.modules.get(kind.__module__, kind)  # a loader of the user's may not note it there
         installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")
         if not installed and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
             places |= {kind.__module__: file, f"{kind.__module__}.{kind.__qualname__}": kind}
-    named = {f"{name}.{key}": value for name, place in places.items() for key, value in vars(place).items()}
-    return {name: one for name, one in named.items() if "__" not in name and not isinstance(one, CODE)}
+    named = [(name, key, value) for name, place in places.items() for key, value in vars(place).items()]
+    return {f"{name}.{key}": one for name, key, one in named if "__" not in key and not isinstance(one, CODE)}
 
 
 class Mark(pickle.Pickler):
@@ -232,14 +235,17 @@ class Mark(pickle.Pickler):
     def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = ()):
         super().__init__(self)
         self.fast = True  # without references, which depend on more than the value
-        self.skipped, self.storages, self.crc, self.left = skipped, storages, 0, MOST_BYTES
+        self.skipped, self.storages = skipped, storages
 
     def of(self, value: Any) -> Any:
-        """Return the CRC32; None of what is large or cannot be pickled, another object each time of an iterator."""
+        """Return a mark; None of what is large or cannot be pickled, another object each time of an iterator."""
+        if isinstance(value, (str, int, float)):
+            return (repr(value),)  # not a text, which stands for a tensor
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             return object()
         if isinstance(value, Tensor) and value.grad_fn is not None:  # made by each pass
             return None
+        self.crc, self.left = 0, MOST_BYTES
         try:
             self.dump(value)
         except Exception:  # noqa: BLE001  # that of any class
@@ -265,8 +271,8 @@ class Mark(pickle.Pickler):
             raise OverflowError("too large")
         if isinstance(value, FunctionType):  # with what it keeps
             kept = [cell.cell_contents for cell in value.__closure__ or ()]
-            kept += [value.__defaults__, value.__kwdefaults__, vars(value)]
-            return value.__qualname__, value.__code__.co_firstlineno, kept
+            kept += [one for one in (value.__defaults__, value.__kwdefaults__, vars(value)) if one]
+            return value.__qualname__, value.__code__.co_firstlineno, *kept
         return str(shards.checksums({"": value})) if isinstance(value, Tensor) else None
 
 

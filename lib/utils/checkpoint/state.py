@@ -80,8 +80,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unwrap(module: Any) -> Any:
-    """Return the module that the user wrote, with its own names; anything else as it is."""
-    while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):  # of torch.compile
+    """Return the module that the user wrote, without DDP and torch.compile; anything else as it is."""
+    while isinstance(module, DistributedDataParallel) or type(module).__name__ == "OptimizedModule":
         module = module.module if isinstance(module, DistributedDataParallel) else module._orig_mod
     return module
 

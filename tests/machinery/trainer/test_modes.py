@@ -114,6 +114,16 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
     assert not (folder / "eval.json").exists()
 
 
+def test_eval_names_weights_for_other_classes(parts, tmp_path, capfd):
+    def named(*classes):
+        return lambda args: {split: Tensors(*part.tensors, classes=classes) for split, part in few(args).items()}
+
+    with plugins(dataset={"cats": named("cat", "dog"), "apes": named("ape", "cat")}):
+        folder = run(tmp_path, FLAGS.replace("few", "cats"))
+        run(tmp_path, f"{FLAGS.replace('few', 'apes').replace('-model run', '-model other')} -eval -weights {folder}")
+    assert "are for the classes ['cat', 'dog'], and the data has ['ape', 'cat']" in capfd.readouterr().out
+
+
 def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
     flags = "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 16 -epochs 30 -lr_start 0.01 -overfit 12"
     folder = run(tmp_path, flags)
