@@ -45,6 +45,7 @@ class Parser(argparse.ArgumentParser):
             flag = self.full_name(f"-{key}", f"{path}: ")
             action = self._option_string_actions[flag]
             if isinstance(action, argparse._AppendAction):
+                action.default = []  # to which the values would be added
                 words += [f"{flag}={value}" for value in values]
             elif action.nargs in (None, "?") or len(values) == 1:
                 words.append(f"{flag}={','.join(values)}")  # [1, 2.5] is 1,2.5 on the command line
@@ -72,6 +73,8 @@ class Parser(argparse.ArgumentParser):
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
+        for action in [one for one in self._actions if one.type and type(one.default) in (int, float)]:
+            action.default = str(action.default)  # argparse checks the text of a default alone
         for name in sorted(set(self._defaults) - set(names)):
             raise UsageError(f"{module.__name__}: sets a default of -{name}, which is no flag{suggest(name, names)}")
 

@@ -141,8 +141,8 @@ def split_output(answer: Any) -> tuple[Any, Any]:
 def get_loss(args: Namespace) -> nn.Module:
     """Return a module (outputs, targets) -> the mean loss over the batch, a scalar."""
     numbers = args.class_weights if args.class_weights != "balanced" else None  # `Run.prepare` sets balanced ones
-    if args.loss != "cross_entropy" and numbers:
-        raise UsageError(f"-class_weights {numbers}: only -loss cross_entropy takes them, not {args.loss}")
+    if args.loss != "cross_entropy" and (numbers or args.ignore_index != -100):
+        raise UsageError(f"-loss {args.loss} takes no -class_weights or -ignore_index, as cross_entropy does")
     if args.loss != "cross_entropy":
         return BY_NAME[args.loss]()
     weights = torch.tensor([float(one) for one in numbers.split(",")]) if numbers else None
@@ -229,7 +229,7 @@ def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str
     if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
     targets = targets.long()
-    counted = targets != criterion.ignore_index
+    counted = (targets != criterion.ignore_index) & (targets >= 0)  # a loss of the model's may leave out others
     if targets.ndim == 1:
         if outputs.shape[1] == 1:  # one number a sample, as of a binary loss: its largest says nothing
             return {}
@@ -238,7 +238,7 @@ def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str
         if classes > 10:
             found["top5"] = Ratio((counted & (outputs.topk(5).indices == targets[:, None]).any(1)).sum(), number)
         if classes <= 100:  # of more, sums by class would take long
-            known = counted & (targets >= 0) & (targets < classes)  # a model with its own loss may leave out others
+            known = counted & (targets < classes)
             true = functional.one_hot(targets.where(known, 0), classes) * known[:, None]
             chosen = functional.one_hot(answers, classes) * known[:, None]
             found["f1"] = Ratio(2 * (true * chosen).sum(0), (true + chosen).sum(0))

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import yaml
-from command_line import cfg_file, other_value, parsed, read_back, refusal, saved_args, shared
+from command_line import cfg_file, other_value, parsed, plugin_file, read_back, refusal, saved_args, shared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,17 @@ def test_the_command_line_overrides_the_file_the_plugin_and_the_shared_default_i
     assert parsed(["-cfg", file, "-epochs", "5"]).epochs == 5 == parsed(["-epochs", "5", "-cfg", file]).epochs
     assert parsed(["-cfg", file, "--epochs=5"]).lr_start == 0.5
     assert parsed(["-cfg", file, "-seed", "3"]).cfg == file
+
+
+def test_defaults_of_a_plugin_are_checked_and_the_values_of_a_file_replace_a_list(tmp_path, monkeypatch):
+    text = "def add_args(parser): parser.{}\nget_model = print\n"
+    plugin_file(monkeypatch, tmp_path, "arch", "odd", text.format("set_defaults(epochs=0)"))
+    assert "argument -epochs: '0' is not a whole number of at least 1" in refusal("-arch odd")
+    plugin_file(
+        monkeypatch, tmp_path, "arch", "more", text.format("add_argument('-x', action='append', default=['a'])")
+    )
+    file = cfg_file(tmp_path, "arch: more\nx: [b, c]\n")
+    assert parsed("-arch more").x == ["a"] and parsed(["-cfg", file]).x == ["b", "c"]
 
 
 def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_dropped(tmp_path):

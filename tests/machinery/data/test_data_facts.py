@@ -13,7 +13,7 @@ from items import Items
 from PIL import Image
 from runs import few, plugins, run, same_tensors, weights
 from saves import SMALL, log_of, names, refused, stop_at
-from torch.utils.data import Subset, default_collate, get_worker_info
+from torch.utils.data import ConcatDataset, Subset, default_collate, get_worker_info
 
 from lib.trainer import trainer
 from lib.utils.checkpoint import resume
@@ -93,6 +93,9 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
     assert changed(one, other) == ["train digest"]
     for classes, wanted in (("ab", ["a", "b"]), (5, [])):
         assert describe(Subset(Items([1], classes=classes), [0]))["classes"] == wanted
+        joined = ConcatDataset([Items([1], classes=classes), Items([2], classes=tuple(wanted) or classes)])
+        assert describe(Subset(joined, [0, 1]))["classes"] == wanted
+    assert "different classes" in usage_error(describe, ConcatDataset([Items([1], classes=c) for c in ("ab", "ba")]))
     assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == [], "a method is none"
 
 

@@ -124,7 +124,7 @@ REFUSED = {
     "-dataset rare -class_weights balanced -num_classes 5": "(-num_classes) there are [",
     "-dataset rare -class_weights balance": "'balance' is not balanced or a list of numbers",
     "-dataset rare -balance -class_weights balanced": "counts samples as they are listed",
-    "-dataset few -loss l1 -class_weights 1,2,2,1": "only -loss cross_entropy takes them, not l1",
+    "-dataset few -loss l1 -class_weights 1,2,2,1": "-loss l1 takes no -class_weights or -ignore_index",
     f"{TOKENS} -data a=0.5,b/a=0.5": "two places have the name a",
     f"{TOKENS} -data a=0,b=0": "one share must be above 0",
     f"{TOKENS} -data a,b=0.7": "'a' is no PLACE=SHARE",
