@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import plugins
 from lib.config.types import whole
-from lib.core import loss
+from lib.core import loss, parallel
 from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
 from lib.utils.data.fetch import option
 from lib.utils.data.transforms import Pixels
@@ -334,7 +334,7 @@ def config_of(options):
 def built(options, tensors: dict) -> nn.Module:
     """The run's model with these weights, for evaluation. Raises UsageError if they do not fit."""
     args = config_of(options)
-    model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
+    model = parallel.build(plugins.load("arch", args.arch), args).eval().requires_grad_(False)
     mine = state.model_tensors(model)
     odd = [name for name in {**mine, **tensors} if not same_form(mine.get(name), tensors.get(name))]
     if odd:

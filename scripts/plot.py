@@ -1,11 +1,14 @@
 """Curves of runs in one picture: python scripts/plot.py out/a out/b [-o curves.png], or .svg, .pdf.
 
 Loss, metrics and learning rate over the steps; a dotted line with a triangle marks where a run resumed after a stop
-or a crash. Each run has its own colour and kind of line; of more than 21 runs the first 21 are drawn.
+or a crash. Each run has its own colour and kind of line, those that differ in the seed alone have one colour, where
+colours and kinds of lines suffice; of more than 21 runs the first 21 are drawn.
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -85,7 +88,7 @@ def draw(runs: dict[Path, list[dict]]):
         axis.set_title(title, loc="left", fontsize=11, parse_math=False)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
-        for (run, lines), look in zip(runs.items(), looks()):
+        for (run, lines), look in zip(runs.items(), looks(runs)):
             for name, style in curves.items():
                 axis.plot(*points(lines, name), **look, **style)
             for step in reading.resumes(run):
@@ -103,9 +106,23 @@ def draw(runs: dict[Path, list[dict]]):
     return figure
 
 
-def looks() -> list[dict[str, str]]:
-    """Return a colour and a kind of line for each run, all colours first."""
-    return [{"color": colour, "linestyle": line} for line in LINES for colour in COLOURS]
+def looks(runs: Iterable[Path]) -> list[dict[str, str]]:
+    """Return a colour and a kind of line for each run: a colour for the seeds of a configuration, if they suffice."""
+    flags = [configuration(run) for run in runs]
+    different = [*dict.fromkeys(flags)]
+    seeds = [flags[:place].count(one) for place, one in enumerate(flags)]  # how many of the same flags come before
+    if 1 < len(different) <= len(COLOURS) and max(seeds) < len(LINES):
+        chosen = [(COLOURS[different.index(one)], LINES[number]) for one, number in zip(flags, seeds)]
+    else:
+        chosen = [(colour, line) for line in LINES for colour in COLOURS]
+    return [{"color": colour, "linestyle": line} for colour, line in chosen]
+
+
+def configuration(run: Path) -> str:
+    """Return the flags in a run's config.yaml without its names and the seed; "" without the file."""
+    file = run / "config.yaml"
+    flags = file.read_text().partition("\nabout:")[0] if file.is_file() else ""
+    return re.sub(r"(?m)^(seed|model|out): .*$", "", flags)
 
 
 def fitting_columns(labels: list[str]) -> int:
@@ -148,7 +165,7 @@ def legend_of(runs: dict) -> list:
     from matplotlib.lines import Line2D
 
     handles = []
-    for (run, lines), look in zip(runs.items(), looks()):
+    for (run, lines), look in zip(runs.items(), looks(runs)):
         state = run_folder.read_json(run / "outcome.json").get("state", "unknown")
         text = printable(f"{run.resolve().name} ({state}, step {max(line['step'] for line in lines)})")
         handles.append(Line2D([], [], linewidth=2.5, label=text, **look))

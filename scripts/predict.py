@@ -35,6 +35,7 @@ from scripts import model_input
 
 BATCH = 64  # images at once
 SHOWN = 3  # classes of a file in the table
+MOST = 60  # characters of a -text in the table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,7 +91,9 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
     file = Path(run, source, weights.FILE) if source in ("best", "final") else source or weights.find(Path(run))
     if file is None:
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
-    model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
+    model = (
+        parallel.build(plugins.load("arch", args.arch), args).eval().requires_grad_(False)
+    )  # seeded, as for training
     weights.load_into(str(file), model, whole=True)
     return model.to(device)
 
@@ -189,6 +192,7 @@ class Row:
     """What came of an input: a prediction, or the reason why there is none."""
 
     name: str
+    is_text: bool
     values: dict[str, float] = field(default_factory=dict)
     fault: str = ""
 
@@ -198,7 +202,7 @@ def answers(transform: Callable, model: Callable, inputs: list[Path | str]) -> I
     for start in range(0, len(inputs), BATCH):
         rows, tensors = [], []
         for one in inputs[start : start + BATCH]:
-            rows.append(Row(printable(str(one))))
+            rows.append(Row(printable(str(one)), isinstance(one, str)))
             try:
                 tensors.append(prepare(transform, one))
             except (UsageError, OSError) as error:
@@ -236,8 +240,11 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
 
 
 def to_table(rows: list[Row], classifier: bool) -> str:
-    """A line for each input: the most probable classes, or all outputs, or why there are none."""
+    """A line for each input: the most probable classes, or all outputs, or why there are none. Long texts are cut."""
     names = [row.name.replace("\n", "\\n") for row in rows]
+    for number, row in enumerate(rows):
+        if row.is_text and len(names[number]) > MOST:
+            names[number] = f"{names[number][: MOST // 2 - 2]} .. {names[number][2 - MOST // 2 :]}"
     wide = max(map(len, names))
     lines = []
     for name, row in zip(names, rows):

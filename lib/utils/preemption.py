@@ -54,6 +54,7 @@ class Stop:
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.next_check = -math.inf  # of the clock, the file and the agent
         self.signalled_at: float | None = None  # time.monotonic() of the first signal
+        self.parent = os.getppid()
         self.request: Request | None = None  # of this process, the first one
         self.agreed: Request | None = None  # by all ranks
         self.ticks, self.since = 0, time.monotonic()  # steps and time since the last vote
@@ -138,9 +139,10 @@ class Stop:
                 now = time.monotonic()
                 if number in STOP_SIGNALS and self.signalled_at is None:
                     name, self.signalled_at = signal.Signals(number).name, now
-                    self.request_stop(f"signal {name}", signal=name)
+                    reason = f"signal {name}{'' if os.getppid() == self.parent else ', its parent process is gone'}"
+                    self.request_stop(reason, signal=name)
                     # This timer ends the process with all stacks. No Python code can be in its way.
                     faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
-                    log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
+                    log.info("%s: stopping after this step, or after -grace_s %g", reason, self.grace_s)
                 elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
                     os._exit(ABORTED)

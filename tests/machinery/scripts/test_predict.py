@@ -94,6 +94,8 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys, script_err
     printed = json.loads(predictions(capsys, folder, file, "-text", "mno", "-format", "json", "-device", "cpu"))
     assert [one["class"] for one in printed] == ["k", "p"] and printed[0]["probability"] == printed[0]["k"] > 0.1
     assert "\\n" in printed[0] and sum(value for value in list(printed[0].values())[3:]) == pytest.approx(1, abs=1e-4)
+    (line,) = predictions(capsys, folder, "-text", "mno" * 99, "-device", "cpu").splitlines()
+    assert line.startswith("mnomno") and ".. " in line and len(line) < 120
     answer = predict.load(folder)
     assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"]), *answer([])], "of other lengths"
     assert "an empty text" in script_error(predict, folder, "-text", "")
@@ -148,8 +150,12 @@ def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
 
 def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, monkeypatch, script_error):
     class Late(torch.nn.Linear):
+        def __init__(self, *shape):
+            super().__init__(*shape)
+            self.register_buffer("mask", torch.rand(64), persistent=False)  # in no file: as -seed draws it
+
         def forward(self, prior=None, image=None):
-            return super().forward(image) if prior is None else prior[:, :4]
+            return super().forward(image * self.mask) if prior is None else prior[:, :4]
 
     rows = [{"image": image, "label": label} for image, label in few(None)["train"]]
     with plugins(arch={"late": lambda args: Late(64, 4)}, dataset={"rows": lambda args: {"train": rows}}):
@@ -161,6 +167,7 @@ def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, mo
         options = types.SimpleNamespace(run=folder, shape=None, fixed=None, pixels=False, resize=False)
         exported = export.prepared(options, export.read(folder / "final" / "weights.safetensors")).model
         assert torch.equal(exported(images), wanted)
+        assert torch.equal(predict.load_model(folder).mask, predict.load_model(folder).mask)
         monkeypatch.setattr(dataset, "get_dataset", lambda args: [])
         assert "forward takes its input as prior or image, and the data" in script_error(predict, folder)
         monkeypatch.setattr(Late, "forward", lambda self, image, labels: None)
