@@ -11,16 +11,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks
 
 
 @pytest.mark.timeout(900)
-def test_sixteen_kills_with_changing_numbers_of_ranks_and_loaders_change_no_bit_and_no_sample(tmp_path):
+def test_twelve_kills_with_changing_numbers_of_ranks_and_loaders_change_no_bit_and_no_sample(tmp_path):
     tally = chaos.Tally()
     switch = ("-parallel ddp -workers 1", "-parallel fsdp -workers 0")
-    chaos.storm(tmp_path, tally, 16, [1, 2, 3, 5], switch=switch, seed=1, base=f"{chaos.RUN} -epochs 2")
+    chaos.storm(tmp_path, tally, 12, [1, 2, 3, 5], switch=switch, seed=1, base=f"{chaos.RUN} -epochs 2")
     message = "\n".join(tally.lines())
     assert tally.faults == 0, f"{message}\nthe differing runs are in {tmp_path}, named bad_N"
-    assert tally.total == 16, message
+    assert tally.total == 12, message
     targets, signals = (set(kinds) for kinds in zip(*tally.kills))
-    assert len(targets) == 3 and len(signals) == 2 and tally.switches > 4
-    assert tally.early + tally.late < 13, "many kills must hit a run during training, even on a busy machine"
+    assert len(targets) == 3 and len(signals) == 2 and tally.switches > 2
+    assert tally.early + tally.late < 10, "many kills must hit a run during training, even on a busy machine"
 
 
 @pytest.mark.timeout(600)

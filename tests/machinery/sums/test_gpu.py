@@ -55,8 +55,8 @@ def test_one_and_two_processes_on_gpus_end_at_the_same_bits(flags, tmp_path):
 
 
 def test_the_benchmark_of_gpus_runs_on_the_cpu():
-    output = python("scripts/bench/gpu.py", "-smoke", "-only", "gpt,resnet_4")
-    assert output.count('"ratio') == 2, output
+    output = python("scripts/bench/gpu.py", "-smoke", "-only", "gpt")
+    assert output.count('"ratio') == 1, output
 
 
 @pytest.fixture(scope="module")
