@@ -9,7 +9,7 @@ import signal
 import pytest
 import runs
 import saves
-import torch
+import torch.utils.tensorboard  # and torch; else rank 0 of each run that is forked would import it
 
 from lib.utils.monitoring import console
 

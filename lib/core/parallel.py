@@ -149,10 +149,9 @@ def _untied(model: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
 
 
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else that of the code around."""
-    if not (args.fp16 or args.bf16):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
+    """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else none."""
+    half = torch.float16 if args.fp16 else torch.bfloat16
+    return torch.autocast(device.type, half, enabled=bool(args.fp16 or args.bf16))
 
 
 def _configure_compiler(engine: str) -> None:

@@ -57,7 +57,7 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
 
 def has_rank() -> bool:
     """Whether torchrun or a launcher of ours started this process; a RANK may have leaked from elsewhere."""
-    return "RANK" in os.environ and int(os.environ["RANK"]) < int(os.environ.get("WORLD_SIZE", 0))
+    return bool(os.environ.get("RANK")) and int(os.environ["RANK"]) < int(os.environ.get("WORLD_SIZE") or 0)
 
 
 def choose_gpus(args: Args) -> None:

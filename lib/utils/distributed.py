@@ -74,10 +74,10 @@ def join(args: Namespace) -> Iterator[World]:
 def place() -> World:
     """Return this process's place, as the environment says."""
     return World(
-        rank=int(os.environ.get("RANK", 0)),
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        size=int(os.environ.get("WORLD_SIZE", 1)),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        rank=int(os.environ.get("RANK") or 0),
+        local_rank=int(os.environ.get("LOCAL_RANK") or 0),
+        size=int(os.environ.get("WORLD_SIZE") or 1),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
     )
 
 
@@ -95,7 +95,7 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     chosen = f"-gpus {args.gpus}: " if args.gpus else ""
     if not torch.accelerator.is_available() or accelerator is None:
-        if chosen or torch.cuda.device_count() or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0):
+        if chosen or torch.cuda.device_count() or os.environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0"):
             place = f"{chosen}torch {torch.__version__} cannot use the GPUs of {socket.gethostname()}"
             raise UsageError(f"{place}: see nvidia-smi or rocm-smi; -cpu N trains on the CPU")
         return CPU

@@ -30,6 +30,7 @@ def configure_kernels(world: World, deterministic: bool) -> None:
     with contextlib.suppress(AttributeError, OSError):  # another C library
         for option, value in KEPT_MEMORY.items():
             ctypes.CDLL(None).mallopt(option, value)
+    torch.set_autocast_enabled(world.device.type, False)  # by a notebook around the run: -bf16 and -fp16 choose
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # No code here reads memory before it writes it.

@@ -1,5 +1,4 @@
-"""kill -9 and SIGTERM at random instants, of ranks and parents: steps since the last save are lost at most, none if
-one process of several is killed. Every run ends as an uninterrupted one. scripts/chaos.py does so for longer."""
+"""kill -9 and SIGTERM at random instants, of ranks and parents: every run ends as an undisturbed one does."""
 
 import sys
 

@@ -89,8 +89,7 @@ def etcd(tmp_path):
 
 @require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
 def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tmp_path, nodes, etcd, single):
-    """An eviction sends SIGTERM to the agent, which passes it to its own workers only. The other node waits. Where
-    the number may change, it continues alone: the test above."""
+    """An eviction sends SIGTERM to the agent, which passes it to its own workers only. The other node waits."""
     env = {"HEAD": etcd, "RENDEZVOUS": "etcd-v2", "NODES": "2"}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     head, other = nodes(**env), nodes(**env)
@@ -129,8 +128,7 @@ def _check_same_end(folder, single):
     steps = [line["step"] for line in lines(folder) if any(name.startswith("train/") for name in line)]
     assert steps == sorted(set(steps)) and steps[-1] == 2400
     assert distance(folder, single) == 0.0
-    for name in ("samples", "best", "test"):
-        assert ours[name] == truth[name]
+    assert all(ours[name] == truth[name] for name in ("samples", "best", "test"))
 
 
 def test_a_worker_whose_agent_ends_before_torch_is_imported_detects_that_it_is_an_orphan(tmp_path):

@@ -78,5 +78,7 @@ def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system
     assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
     bare.setenv("GLOO_SOCKET_IFNAME", "mine")
     assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
+    bare.setenv("RANK", "")
+    assert not environment.has_rank()
     here = environment.rank_variables({"RANK": 0}, "run", ("127.0.0.1", 10_000))
     assert here.get("GLOO_SOCKET_IFNAME") == environment.LOOPBACK, "processes of one machine need no network"

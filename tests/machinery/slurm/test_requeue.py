@@ -180,7 +180,7 @@ def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert "cannot use the GPUs" in usage_error(distributed.pick_device, parsed(""), 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "gpu:4")
     assert "cannot use the GPUs" in usage_error(distributed.pick_device, parsed(""), 0)
     assert distributed.pick_device(parsed("-cpu 1"), 0).type == "cpu"
 
