@@ -88,7 +88,7 @@ def draw(runs: dict[Path, list[dict]]):
         axis.set_title(title, loc="left", fontsize=11, parse_math=False)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
-        for (run, lines), look in zip(runs.items(), looks(runs)):
+        for (run, lines), look in zip(runs.items(), styles(runs)):
             for name, style in curves.items():
                 axis.plot(*points(lines, name), **look, **style)
             for step in reading.resumes(run):
@@ -106,7 +106,7 @@ def draw(runs: dict[Path, list[dict]]):
     return figure
 
 
-def looks(runs: Iterable[Path]) -> list[dict[str, str]]:
+def styles(runs: Iterable[Path]) -> list[dict[str, str]]:
     """Return a colour and a kind of line for each run: a colour for the seeds of a configuration, if they suffice."""
     flags = [configuration(run) for run in runs]
     different = [*dict.fromkeys(flags)]
@@ -165,7 +165,7 @@ def legend_of(runs: dict) -> list:
     from matplotlib.lines import Line2D
 
     handles = []
-    for (run, lines), look in zip(runs.items(), looks(runs)):
+    for (run, lines), look in zip(runs.items(), styles(runs)):
         state = run_folder.read_json(run / "outcome.json").get("state", "unknown")
         text = printable(f"{run.resolve().name} ({state}, step {max(line['step'] for line in lines)})")
         handles.append(Line2D([], [], linewidth=2.5, label=text, **look))

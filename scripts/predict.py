@@ -91,9 +91,8 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
     file = Path(run, source, weights.FILE) if source in ("best", "final") else source or weights.find(Path(run))
     if file is None:
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
-    model = (
-        parallel.build(plugins.load("arch", args.arch), args).eval().requires_grad_(False)
-    )  # seeded, as for training
+    arch = plugins.load("arch", args.arch)
+    model = parallel.build(arch, args).eval().requires_grad_(False)  # seeded, as for the training
     weights.load_into(str(file), model, whole=True)
     return model.to(device)
 

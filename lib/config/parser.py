@@ -73,8 +73,9 @@ class Parser(argparse.ArgumentParser):
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
-        for action in [one for one in self._actions if one.type and type(one.default) in (int, float)]:
-            action.default = str(action.default)  # argparse checks the text of a default alone
+        for action in self._actions:  # argparse checks the text of a default alone; a plugin's own type may convert
+            if getattr(action.type, "__module__", "") == yes_no.__module__ and type(action.default) in (int, float):
+                action.default = str(action.default)
         for name in sorted(set(self._defaults) - set(names)):
             raise UsageError(f"{module.__name__}: sets a default of -{name}, which is no flag{suggest(name, names)}")
 

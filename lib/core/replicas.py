@@ -57,7 +57,7 @@ class Checks:
         self.fixed: dict[str, str] = {}  # of its tensors, with their shapes: those that have not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
-        self.looks = 0  # steps after which `plain_values` were due
+        self.count = 0  # of the steps at which there was a check
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
 
@@ -121,10 +121,10 @@ class Checks:
         known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
-        self.looks += state.step != self.agreed  # an evaluation and a save after it are one
-        # Checks 1 to 8, 10, 12, 15, 16, then each fourth: they take some 10 ms.
-        is_look = state.step != self.agreed and self.looks % max(1, self.looks // 4) == 0
-        now = plain_values(self.trainer) if self.values and is_look else {}
+        is_new = state.step != self.agreed  # and not the save after an evaluation
+        self.count += is_new
+        is_turn = self.count % max(1, self.count // 4) == 0  # 1 to 8, 10, 12, 15, then each fourth: it takes 10 ms
+        now = plain_values(self.trainer) if self.values and is_new and (is_turn or self.trainer.stop.agreed) else {}
         same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
         if now:
             self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
@@ -210,8 +210,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
             named |= {f"{part}.{key}": value for key, value in own.items() if not isinstance(value, CODE)}
-    mark = Mark(skipped, storages)
-    marks = {name: mark.of(value) for name, value in named.items()}
+    marks = {name: Mark(skipped, storages).of(value) for name, value in named.items()}
     shapes = {name: tuple(one.shape) for name, one in named.items() if isinstance(one, Tensor | np.ndarray)}
     return marks | {name: f"{shape} {marks[name]}" for name, shape in shapes.items() if marks[name] is not None}
 
@@ -235,17 +234,14 @@ class Mark(pickle.Pickler):
     def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = ()):
         super().__init__(self)
         self.fast = True  # without references, which depend on more than the value
-        self.skipped, self.storages = skipped, storages
+        self.skipped, self.storages, self.crc, self.left = skipped, storages, 0, MOST_BYTES
 
     def of(self, value: Any) -> Any:
-        """Return a mark; None of what is large or cannot be pickled, another object each time of an iterator."""
-        if isinstance(value, (str, int, float)):
-            return (repr(value),)  # not a text, which stands for a tensor
+        """Return the CRC32; None of what is large or cannot be pickled, another object each time of an iterator."""
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             return object()
         if isinstance(value, Tensor) and value.grad_fn is not None:  # made by each pass
             return None
-        self.crc, self.left = 0, MOST_BYTES
         try:
             self.dump(value)
         except Exception:  # noqa: BLE001  # that of any class

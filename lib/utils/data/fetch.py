@@ -12,7 +12,7 @@ import stat
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,19 +37,17 @@ from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
 MapDataset: TypeAlias = Any  # has len() and [index]; torch's Dataset does not declare its length
 MOST_FILES = 128  # that are open when a loader process begins, and are watched
 WORKERS = 8  # loader processes at most, without -workers
-OF_ALL_PARTS = "classes", "collate_fn", "on_device"  # which the parts of a ConcatDataset must have alike
 
 
 def option(dataset: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
-    if isinstance(dataset, ConcatDataset) and name in OF_ALL_PARTS and not hasattr(dataset, name):
-        found = [option(part, name, default) for part in dataset.datasets]
-        lists = [[*one] if isinstance(one, Sequence | Mapping) else one for one in found]
-        if any(one != lists[0] for one in lists):
+    if isinstance(dataset, ConcatDataset) and name in ("collate_fn", "on_device") and not hasattr(dataset, name):
+        first, *others = (option(part, name, default) for part in dataset.datasets)
+        if any(one != first for one in others):
             raise UsageError(f"the parts of a ConcatDataset have different {name}: set its own")
-        return found[0]
+        return first
     if name in ("collate_fn", "on_device") and not hasattr(dataset, name):
         for inner in [one for one in nested(dataset) if getattr(one, name, None)]:
             fault = f"a {type(dataset).__name__} wraps a {type(inner).__name__}"

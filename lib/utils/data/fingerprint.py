@@ -58,9 +58,13 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
 
 
 def _class_names(part: MapDataset) -> list[str]:
-    """Return the names of a split's classes; [] without, as where another library has a number there."""
-    classes = option(part, "classes")
-    return [*map(str, classes)] if isinstance(classes, Sequence | Mapping) else []
+    """Return the names of a split's classes, or of its parts'; [] without, as where a library has a number there."""
+    own = option(part, "classes")
+    found = [getattr(one, "classes", None) for one in fetch.nested(part, wrapped=False)] if own is None else [own]
+    named = [[*map(str, one)] for one in found if isinstance(one, Sequence | Mapping)]
+    if any(one != named[0] for one in named):
+        raise UsageError("joined data sets have different classes: number them alike, or set `classes` of the whole")
+    return named[0] if named else []
 
 
 def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:

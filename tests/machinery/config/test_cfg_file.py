@@ -31,11 +31,11 @@ def test_defaults_of_a_plugin_are_checked_and_the_values_of_a_file_replace_a_lis
     text = "def add_args(parser): parser.{}\nget_model = print\n"
     plugin_file(monkeypatch, tmp_path, "arch", "odd", text.format("set_defaults(epochs=0)"))
     assert "argument -epochs: '0' is not a whole number of at least 1" in refusal("-arch odd")
-    plugin_file(
-        monkeypatch, tmp_path, "arch", "more", text.format("add_argument('-x', action='append', default=['a'])")
-    )
+    more = "add_argument('-x', action='append', default=['a']), parser.add_argument('-y', type=chr, default=5)"
+    plugin_file(monkeypatch, tmp_path, "arch", "more", text.replace("{}", more))
     file = cfg_file(tmp_path, "arch: more\nx: [b, c]\n")
-    assert parsed("-arch more").x == ["a"] and parsed(["-cfg", file]).x == ["b", "c"]
+    assert parsed("-arch more").x == ["a"] and parsed("-arch more").y == 5
+    assert parsed(["-cfg", file]).x == ["b", "c"]
 
 
 def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_dropped(tmp_path):

@@ -93,7 +93,7 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
     assert changed(one, other) == ["train digest"]
     for classes, wanted in (("ab", ["a", "b"]), (5, [])):
         assert describe(Subset(Items([1], classes=classes), [0]))["classes"] == wanted
-        joined = ConcatDataset([Items([1], classes=classes), Items([2], classes=tuple(wanted) or classes)])
+        joined = ConcatDataset([Items([1], classes=classes), Items([2], classes=tuple(wanted)), Items([3])])
         assert describe(Subset(joined, [0, 1]))["classes"] == wanted
     assert "different classes" in usage_error(describe, ConcatDataset([Items([1], classes=c) for c in ("ab", "ba")]))
     assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == [], "a method is none"

@@ -62,7 +62,7 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     assert ports.is_free(urllib.parse.urlsplit(address).port)
 
 
-def test_a_run_that_is_killed_and_resumed_has_each_figure_once_at_its_step(tmp_path):
+def test_each_figure_is_there_once_at_its_step_after_a_resume_from_an_earlier_one(tmp_path):
     args, plan = config.parse_args([]), Plan(100, 1, 1, total_steps=100)
     for start, end in ((0, 33), (28, 60)):  # the newest checkpoint is that of step 28
         logger = Logger(tmp_path, World(), args, plan, start)  # never closed, as if killed

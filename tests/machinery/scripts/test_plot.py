@@ -47,6 +47,5 @@ def test_21_runs_differ_and_more_are_named_as_left_out(tmp_path, capsys):
     assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
     for number, folder in enumerate(runs[:4]):
         (folder / "config.yaml").write_text(f"model: {number}\nseed: {number // 2}\nx: {number % 2}\nabout: x\n")
-    one, two, again, _ = plot.looks(runs[:4])
-    assert one["color"] == again["color"] != two["color"]
-    assert one["linestyle"] == two["linestyle"] != again["linestyle"]
+    one, two, again, _ = plot.styles(runs[:4])
+    assert one["color"] == again["color"] != two["color"] and one["linestyle"] != again["linestyle"]
