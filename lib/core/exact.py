@@ -3,7 +3,7 @@
 Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
 last one are left out. Each rank adds up its own leaves as far as they make whole nodes. After the last pass of a step
 the ranks exchange their nodes, chunk by chunk: each rank gets one slice of all nodes (all_to_all), adds them in the
-tree's order, and gives the sum to all (all_gather).
+tree's order, and gives the sum to all (all_gather). Of a small chunk each rank gets all nodes.
 """
 
 import functools
@@ -121,20 +121,22 @@ def sum_over_ranks(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], lik
 def _exchange(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: list[Tensor]) -> list[Tensor]:
     """Return the sums of tensors of one type and device over the nodes of all ranks, laid out as `like`."""
     size, width, count = len(by_rank), sum(tensor.numel() for tensor in like), len(nodes)
-    part = -(-width // (size * ALIGNED)) * ALIGNED  # values of a rank's slice
-    rows = like[0].new_empty(count, size * part, requires_grad=False)
+    slices = 1 if width * like[0].element_size() * size <= CHUNK // 8 else size  # small ones go faster as a whole
+    part = -(-width // (slices * ALIGNED)) * ALIGNED  # values of a slice
+    rows = like[0].new_empty(count, slices * part, requires_grad=False)
     for row, values in zip(rows, nodes.values(), strict=True):
         torch.cat([value.reshape(-1) for value in values], out=row[:width])
     nodes.clear()
-    sent = rows.view(count, size, part).transpose(0, 1).contiguous()
+    sent = rows.view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
     received = rows.new_empty(sum(map(len, by_rank)), part)
     counts = [len(firsts) * part for firsts in by_rank], [count * part] * size
     dist.all_to_all_single(received.view(-1), sent.view(-1), *counts)
     firsts = itertools.chain(*by_rank)
     [total] = sum_nodes({first: [row] for first, row in zip(firsts, received, strict=True)})
-    whole = rows.new_empty(size * part)
-    dist.all_gather_into_tensor(whole, total)
-    parts = whole[:width].split([tensor.numel() for tensor in like])
+    if slices > 1:
+        mine, total = total, rows.new_empty(size * part)
+        dist.all_gather_into_tensor(total, mine)
+    parts = total[:width].split([tensor.numel() for tensor in like])
     shaped = [(part.view(tensor.shape), tensor) for part, tensor in zip(parts, like, strict=True)]
     return [part if one.is_contiguous() else torch.empty_like(one).copy_(part) for part, one in shaped]
 

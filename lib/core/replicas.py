@@ -121,10 +121,9 @@ class Checks:
         known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
-        is_new = state.step != self.agreed  # and not the save after an evaluation
-        self.count += is_new
-        is_turn = self.count % max(1, self.count // 4) == 0  # 1 to 8, 10, 12, 15, then each fourth: it takes 10 ms
-        now = plain_values(self.trainer) if self.values and is_new and (is_turn or self.trainer.stop.agreed) else {}
+        self.count += state.step != self.agreed  # and not of the save after an evaluation
+        is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # seldom, as it takes 10 ms
+        now = plain_values(self.trainer) if self.values and is_turn and state.step != self.agreed else {}
         same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
         if now:
             self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
