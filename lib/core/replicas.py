@@ -122,7 +122,7 @@ class Checks:
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
         self.count += state.step != self.agreed  # and not of the save after an evaluation
-        is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # seldom, as it takes 10 ms
+        is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # 1 to 8, later each 4th
         now = plain_values(self.trainer) if self.values and is_turn and state.step != self.agreed else {}
         same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
         if now:
