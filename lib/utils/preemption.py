@@ -139,6 +139,7 @@ class Stop:
                 now = time.monotonic()
                 if number in STOP_SIGNALS and self.signalled_at is None:
                     name, self.signalled_at = signal.Signals(number).name, now
+                    time.sleep(0.05)  # a dying parent's signal comes before all threads here have a new parent
                     reason = f"signal {name}{'' if os.getppid() == self.parent else ', its parent process is gone'}"
                     self.request_stop(reason, signal=name)
                     # This timer ends the process with all stacks. No Python code can be in its way.

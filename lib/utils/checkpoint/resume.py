@@ -241,8 +241,7 @@ def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
     if not past.missing_on or world.rank == past.sender:
         shards.read(past.folder, [*state.read_manifest(past.folder)["shards"]], tensors)  # those of this disk
     if past.missing_on:
-        rank, why = next(iter(past.missing_on.items()))
-        log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
+        log.warning("rank %d: %s; rank %d sends it", *next(iter(past.missing_on.items())), past.sender)
         for tensor in tensors.values():
             distributed.broadcast_tensor(tensor, past.sender)
     parts.load(states, tensors, allowed)
