@@ -74,7 +74,8 @@ def guarded(check, args) -> Findings:
     try:
         yield from check(args)
     except (UsageError, OSError, RuntimeError) as error:
-        yield BAD, f"{check.__name__}: {' '.join(str(error).split())}"
+        place = "" if isinstance(error, UsageError) else f"{check.__name__}: "  # that one names its flag
+        yield BAD, f"{place}{' '.join(str(error).split())}"
 
 
 def versions(args) -> Findings:

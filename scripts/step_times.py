@@ -3,7 +3,7 @@
 Shares of the time between two log lines: data (waiting for a batch), forward_backward, communication (the sum over
 the processes; of DDP and FSDP only what does not run during the backward pass), optimizer. The rest is logging,
 saving, and what a trainer of yours adds. On CUDA devices they are measured there, by events. A train_step of your own
-has them if it calls `backward` and `divide_gradients`.
+has them if it calls `backward` and `rescale_gradients`.
 
 The MFU is the share of the device's peak, in half precision, that the model's operations take (Chowdhery et al.,
 arXiv:2204.02311). torch counts them in the first step of each start: those of matrix products, convolutions and
@@ -55,9 +55,9 @@ class Timed:
                 super().backward(loss, micro_batch, count)
                 self.rate.mark("forward_backward")
 
-            def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
+            def rescale_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
                 self.rate.mark("communication")
-                super().divide_gradients(total, micro_batch)
+                super().rescale_gradients(total, micro_batch)
 
         self.Trainer = Trainer
 

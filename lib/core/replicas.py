@@ -61,7 +61,7 @@ class Checks:
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
 
-    def after_step(self) -> None:
+    def count_step(self) -> None:
         """Note, after the first step of this start, what no checkpoint has."""
         self.values = self.values or plain_values(self.trainer)
         self.steps += 1

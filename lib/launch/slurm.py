@@ -35,14 +35,14 @@ def submit(args: Args, target: str) -> int:
     if args.gpus:
         raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
     folder, has_sbatch = job_folder(args), bool(shutil.which("sbatch"))
+    code = folder / f"code_{uuid.uuid4().hex}"
+    script = batch_script(args, folder, code)
     if args.slurm_dry:
-        script = batch_script(args, folder, ROOT)
         print(script, flush=True)
         print(sbatch(script, "--test-only").stderr.strip() if has_sbatch else "no sbatch here: not tested")
         return FINISHED
     if not has_sbatch:
         raise UsageError("-slurm: there is no sbatch on this machine: start on a login node, or without -slurm")
-    code = folder / f"code_{uuid.uuid4().hex}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         run_folder.check_owner(folder)  # the pickle in it runs as code
@@ -52,7 +52,7 @@ def submit(args: Args, target: str) -> int:
         (code / PICKLE).write_bytes(pickle.dumps((args, target, str(Path.cwd()))))
     except OSError as error:
         raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
-    job = re.findall(r"job (\d+)", sbatch(batch_script(args, folder, code)).stdout)[0]
+    job = re.findall(r"job (\d+)", sbatch(script).stdout)[0]
     print(f"submitted:   job {job}")
     print(f"log:         {folder}/{job}_0_log.out")
     print(f"cancel:      scancel {job}", flush=True)

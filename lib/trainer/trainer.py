@@ -50,7 +50,7 @@ class Trainer:
         self.optimizer, *self.more_optimizers = optimizers
         self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
         self.state, self.metrics = State(), metrics.Sums()
-        self.loss_sums = metrics.Sums(alone=True)  # of all ranks, since the last log line
+        self.loss_sums = metrics.Sums(alone=True)  # since the last log line; each rank adds up those of all
         self.config = resume.config_to_save(args, self.plan)
         self.total_steps = self.plan.total_steps
         self.val_splits = sorted(split for split in loaders if split.startswith("val"))  # val first, if it is there
@@ -178,7 +178,7 @@ class Trainer:
         first = self.state.step % self.plan.steps
         batches = self.rate.time_data_loading(self.loaders["train"].epoch(self.state.epoch, first))
         for _ in range(first, self.plan.steps):
-            # As after an evaluation: what is drawn from here on does not depend on where a start begins.
+            # For what is drawn before the passes, wherever a start begins; the loader seeds each micro-batch.
             seeding.seed(seeding.STEP, self.args.seed, self.state.step, 0, device=self.world.device)
             self.train_step(batches)
             self.state.evaluated, self.engine.buffers.starts = False, []
@@ -204,7 +204,7 @@ class Trainer:
                 break
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
         self.pending_losses.append(figures)
-        self.divide_gradients(figures[:, 1].sum(), micro_batch)
+        self.rescale_gradients(figures[:, 1].sum(), micro_batch)
         # From here on what is drawn is the same on every rank.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         self.set_learning_rate()
@@ -222,7 +222,7 @@ class Trainer:
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
-        self.checks.after_step()
+        self.checks.count_step()
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
@@ -235,7 +235,7 @@ class Trainer:
         return loss
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
-        """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
+        """Add a micro-batch's gradients, times count / step_samples. DDP and FSDP also sum over the ranks in here."""
         accumulates = self.plan.engine == "stock" and not micro_batch.first
         if accumulates != any(one.grad is not None for one in self.trained):
             faults = "calls backward by itself", "calls zero_grad by itself, or its loss depends on no weight"
@@ -243,16 +243,34 @@ class Trainer:
         figures = torch.empty(2, dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
         figures[0], figures[1] = loss.detach(), count
         if micro_batch.step_parts > 1 or not micro_batch.count:
-            loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
+            loss = loss * (count / micro_batch.step_samples)  # the number of targets comes later: rescale_gradients
         self.engine.backward(self.scaler.scale(loss), micro_batch, figures)
 
-    def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
-        """Make the step's sums of gradients those of the mean over all its targets, `total` (0-d)."""
+    def rescale_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
+        """Make the sums, weighted by count / step_samples, the gradient of the mean over all `total` targets, 0-d."""
         if micro_batch.step_parts > 1:
             factor = micro_batch.step_samples / total.where(total != 0, 1)
             if factor.device.type != "cpu" or factor != 1:
                 gradients = [shards.local_part(one.grad) for one in self.trained if one.grad is not None]
                 torch._foreach_mul_(gradients, factor)
+
+    def set_learning_rate(self) -> None:
+        """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
+        lr = scheduler.lr_at(self.state.step, **self.schedule)
+        is_default = type(self).set_learning_rate is Trainer.set_learning_rate
+        for group in self.scheduled_groups():
+            if is_default and group["lr"] != group.get("lr_set", group["lr"]):
+                fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
+                raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
+            group["lr"] = group["lr_set"] = lr * group["lr_scale"]
+
+    def scheduled_groups(self) -> list[dict]:
+        """Return the groups of -optimizer's optimizers. A group's own learning rate is its peak, as -lr_start is."""
+        groups = [group for one in (self.optimizer, *self.more_optimizers) for group in one.param_groups]
+        groups = [group for group in groups if group.get("lr") is not None]  # else it has a schedule of its own
+        for group in groups:
+            group.setdefault("lr_scale", float(group["lr"]) / self.args.lr_start)
+        return groups
 
     def optimizer_step(self) -> Tensor:
         """Update the parameters by the whole gradient, on no rank if it is not finite; return its norm, 0-d."""
@@ -275,24 +293,6 @@ class Trainer:
         self.is_unscaled = True
         return optimizers.clip(optimizers.parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
-    def set_learning_rate(self) -> None:
-        """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
-        lr = scheduler.lr_at(self.state.step, **self.schedule)
-        is_default = type(self).set_learning_rate is Trainer.set_learning_rate
-        for group in self.scheduled_groups():
-            if is_default and group["lr"] != group.get("lr_set", group["lr"]):
-                fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
-                raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
-            group["lr"] = group["lr_set"] = lr * group["lr_scale"]
-
-    def scheduled_groups(self) -> list[dict]:
-        """Return the groups of -optimizer's optimizers. A group's own learning rate is its peak, as -lr_start is."""
-        groups = [group for one in (self.optimizer, *self.more_optimizers) for group in one.param_groups]
-        groups = [group for group in groups if group.get("lr") is not None]  # else it has a schedule of its own
-        for group in groups:
-            group.setdefault("lr_scale", float(group["lr"]) / self.args.lr_start)
-        return groups
-
     def after_step(self) -> None:
         """Write a log line if it is due, vote on a stop, move a save on."""
         watchdog.moved(self.state.step)
@@ -303,7 +303,7 @@ class Trainer:
             self.checkpoints.poll()
 
     def evaluate_and_save(self) -> None:
-        """Validate and save where this step calls for it: the log first, which a kill after the save would lose."""
+        """Validate, end the epoch and save, where this step calls for it. `after_step` has logged the step."""
         state = self.state
         state.epoch = state.step // self.plan.steps
         milestone = self.args.keep_every and self.is_due(f"{self.args.keep_every}epochs")

@@ -24,13 +24,11 @@ RUNS = {  # runs of the files in the pages, in turn: name and flags
     "tokens_nano": "-dataset tokens -data lib -tokens_samples 64 -tokens_length 32 -arch nano",
     "boxes_detector": "-dataset boxes -best overlap -epochs 1 -batch_size 16 -micro_batch 8 -cpu 2",
     "gan": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 1 -model gan",
-    "gan_2": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 2 -model gan_2",
     "views": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 1 -model views",
     "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
     "profiled": "-arch tiny -trainer profiled -epochs 1 -model profiled",
     "free": "-arch mlp -trainer free -lr_start 2 -epochs 4 -model free",
     "mixup": "-arch mlp -trainer mixup -epochs 9 -micro_batch 32 -cpu 1 -model mixup",
-    "mixup_2": "-arch mlp -trainer mixup -epochs 9 -micro_batch 32 -cpu 2 -model mixup_2",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # added to the README's own flags
 }
 WORLD = needs.require_package("peft", "world")  # the last that came into the group
@@ -40,10 +38,8 @@ LORA = "-dataset counting -arch lora -micro_batch 32"
 WORLD_RUNS = {  # those that need packages of others
     "parity_bert": "-dataset parity -epochs 1",
     "layers": f"{LAYERS} -model layers -cpu 1",
-    "layers_2": f"{LAYERS} -model layers_2 -cpu 2",
     "counting_causal": "-dataset counting -epochs 1",
     "counting_lora": f"{LORA} -cpu 1",
-    "lora_2": f"{LORA} -model lora_2 -cpu 2",
     "auroc": "-trainer auroc -best auroc -epochs 1 -cpu 2 -model auroc",
 }
 
@@ -77,9 +73,8 @@ def test_the_files_in_the_pages_train(fork, output):
     assert last["rare_planar"]["val/recall_1"] > 0.8 and last["discs_pixelwise"]["val/miou"] > 0.9
     assert last["rings_planar"]["val/sure"] > 0.5 and last["boxes_detector"]["val/overlap"] >= 0
     assert all("train/critic" in line for line in lines(fork / "out" / "gan") if "train/loss" in line)
-    assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
     assert _weights(fork, "views") == _weights(fork, "views_3")
-    assert _weights(fork, "mixup") == _weights(fork, "mixup_2") and last["mixup"]["val/accuracy"] > 0.9
+    assert last["mixup"]["val/accuracy"] > 0.9
     manifest = max(fork.glob("out/mixup/checkpoints/*/manifest.json")).read_text()
     assert '"model.' in manifest and '"trainer.teacher' not in manifest
     assert _weights(fork, "stripes_tiny") == _weights(fork, "again"), "config.yaml repeats a run"
@@ -105,8 +100,6 @@ def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
 @WORLD
 def test_the_files_in_the_pages_that_need_packages_train(fork):
     train_in_turn(fork, WORLD_RUNS)
-    assert _weights(fork, "layers") == _weights(fork, "layers_2")
-    assert _weights(fork, "counting_lora") == _weights(fork, "lora_2")
     code = PAGES["docs/examples/lora.md"].rpartition("```python\n")[2].partition("```")[0]
     run_command(fork, shlex.join(["python", "-c", code]))
     files = [fork / "adapter/adapter_model.safetensors", fork / "out/counting_lora/best/weights.safetensors"]
@@ -128,4 +121,4 @@ def test_the_files_in_the_pages_that_need_packages_train(fork):
 )
 def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, output, flags):
     output = run_command(fork, f"python train.py {flags} -check_resume -cpu 2 -limit_steps 3")
-    assert "all as promised" in output.splitlines()
+    assert "all as promised" in output.splitlines() and "on another number of processes" in output
