@@ -5,7 +5,6 @@ saved the tensors do. Exit code 0: all tensors are the same, to the bit; 1: some
 """
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.utils.checkpoint import run_folder, shards, state
 from lib.utils.errors import FINISHED, USAGE, UsageError
-from scripts import other_weights
+from scripts import other_weights, reading
 
 MOST = 20  # rows of the table
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(compare_logs(*pair)))
             pair = first_pair(*pair)
         a, b = read(*pair)
-    except (UsageError, shards.Damaged, OSError, ValueError) as error:
+    except (UsageError, shards.Damaged, OSError, ValueError, yaml.YAMLError) as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return USAGE
     rows = {name: text for name in {**a, **b} if (text := describe(a.get(name), b.get(name)))}
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare_logs(one: Path, other: Path) -> list[str]:
     """Return lines on how the flags and the logged figures of two runs differ."""
-    flags = [yaml.safe_load((run / "config.yaml").read_text()) for run in (one, other)]
+    flags = [yaml.safe_load((run / "config.yaml").read_text()) or {} for run in (one, other)]
     names = sorted({*flags[0], *flags[1]} - {"about", "model", "out"})
     values = [(name, flags[0].get(name), flags[1].get(name)) for name in names]
     odd = [
@@ -72,11 +71,10 @@ def compare_logs(one: Path, other: Path) -> list[str]:
 
 def figures(run: Path) -> list[tuple[tuple[int, str], Any]]:
     """Return the figures in metrics.jsonl that do not measure speed, each with its step and name."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     skipped = ("step", "epoch", "samples")
     return [
         ((line["step"], name), value)
-        for line in lines
+        for line in reading.lines(run)
         for name, value in line.items()
         if name not in skipped and not name.startswith("perf/")
     ]

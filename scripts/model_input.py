@@ -47,15 +47,19 @@ def first_inputs(model: nn.Module, samples: Any, args: Namespace) -> Any:
 def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.Module:
     """Return a module that takes one tensor, and gives it to the model as in training: by its name if it has one.
 
-    `inputs` are those of two samples (`first_inputs`). Without them, samples are read if only they tell the name.
+    `inputs` are those of two samples (`first_inputs`). Without them, samples are read if only they tell the name, or
+    whether `forward` gets more than one.
     Raises UsageError if that fails, or if `forward` needs more than one input.
     """
     parameters = parameters_of(model)
     names = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    if inputs is None and not is_first(model):
+    others = [name for name in names if name not in loss.TARGETS][1:]
+    if inputs is None and (not is_first(model) or (others and not hasattr(model, "main_input_name"))):
         try:
             inputs = first_inputs(model, training_samples(args), args)
         except (UsageError, OSError) as error:
+            if is_first(model):
+                return model
             known = " or ".join(name for name in names if name not in loss.TARGETS) or "some entry of a dict"
             found = f"forward takes its input as {known}, and the data, which would tell, cannot be read ({error})"
             hint = "let the input be its first parameter, without a default"

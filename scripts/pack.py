@@ -98,7 +98,7 @@ class Samples:
         sample = self.part[index]
         parts = sample if isinstance(sample, Mapping | tuple | list) else [sample]
         named = dict(parts if isinstance(parts, Mapping) else enumerate(parts))
-        target = next((name for name in (*losses.TARGETS, "cls", len(named) - 1) if name in named), None)
+        target = next((name for name in (*losses.TARGETS, "cls", 1) if name in named), None)
         found: Files = {}
         for name, value in named.items():
             ending, data = encode(value, self.name(index))

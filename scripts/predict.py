@@ -11,6 +11,7 @@ import argparse
 import csv
 import io
 import json
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -288,4 +289,5 @@ FORMATS = {"table": to_table, "csv": to_csv, "json": to_json}
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other programs do where `| head` has read enough
     sys.exit(main())

@@ -111,6 +111,8 @@ class Mixture(ConcatDataset):
 
 def add_sampler(dataset: Any, args: Namespace) -> None:
     """Let the training samples be drawn by their classes, under -balance, or by their `weights`."""
+    if isinstance(dataset, Mixture) and not args.balance:
+        return  # its sampler goes by its parts' weights
     weights, groups, has_sampler = weights_of(dataset), None, option(dataset, "sampler") is not None
     if args.balance and (not args.shuffle or has_sampler or weights is not None):
         hint = "not with -shuffle no, nor with a sampler or weights of their own"

@@ -24,12 +24,13 @@ def table(trials: list, varied: list[str]) -> str:
     if not names:
         groups |= {(trial.values["seed"],): [trial] for trial in trials}
         names = ["seed"]
-    rows = [{**dict(zip(names, values or ["all"])), **summary(group)} for values, group in groups.items()]
+    columns = [f"-{name}" for name in names]
+    rows = [{**dict(zip(columns, values or ["all"])), **summary(group)} for values, group in groups.items()]
     rows.sort(key=lambda row: -float(row["score"] or -math.inf))
-    metric = next((trial.best["metric"] for trial in trials if trial.best), "score")
+    metric = " or ".join(sorted({trial.best["metric"] for trial in trials if trial.best})) or "score"
     rows = [{**row, metric: row["value"]} for row in rows]
     several = ("deviation", "seeds") if "seed" in varied else ()
-    return status.table(rows, (*names, metric, *several, "state", "run"))
+    return status.table(rows, (*columns, metric, *several, "state", "run"))
 
 
 def summary(group: list) -> dict[str, str]:

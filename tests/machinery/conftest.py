@@ -17,8 +17,8 @@ from processes import serve, session, start, uninterrupted, until  # noqa: F401
 SLOW_FILES = """chaos check_resume cluster_scripts doctor elastic export failing_disks gpu
     kubernetes multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
-LONGEST = """page_files new slurm edits elastic train just_in_time gpu launch export chaos sweep page_commands trackers
-    check_resume stops parallel machines config exact intervals doctor multinode remote""".split()
+LONGEST = """page_files new slurm edits elastic train just_in_time gpu launch export chaos sweep page_commands
+    trackers check_resume stops parallel machines config exact intervals doctor multinode remote""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_a_model_that_get_model_compiles_has_its_own_names_and_signature

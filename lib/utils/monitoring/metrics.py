@@ -156,15 +156,15 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
             log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
         return None
     less = direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER)
-    score = -figures[name] if less else figures[name]
+    sign = -1 if less else 1  # and not that of `best`: a resume may have turned -best round
     loss = "/".join([*name.split("/")[:-1], "loss"])  # outputs that are NaN have an accuracy, too
     for figure in (name, loss):
         if math.isnan(figures.get(figure, 0.0)):
             log.warning("no best weights of this validation: its %s is NaN", figure)
             return None
-    if best and best["metric"] == name and score <= best["score"]:
+    if best and best["metric"] == name and sign * figures[name] <= sign * best["value"]:
         return None
-    return {"metric": name, "value": figures[name], "score": score, "evaluation": number}
+    return {"metric": name, "value": figures[name], "score": sign * figures[name], "evaluation": number}
 
 
 def write_line(file: TextIO, figures: dict[str, Any]) -> None:

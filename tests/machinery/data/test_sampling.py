@@ -197,6 +197,8 @@ def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the
     one, two = (Items([1, 2], weights=[0, 1]) for _ in range(2))
     sampling.add_sampler(both := ConcatDataset([one, two]), parsed(""))
     assert {*drawn(both.sampler).tolist()} == {1, 3}
+    sampling.add_sampler(mixed := sampling.Mixture({"one": one, "two": two}, {"one": 1, "two": 0}), parsed(""))
+    assert {*drawn(mixed.sampler).tolist()} == {1}, "by the shares, and by the weights within"
     assert "some have weights" in usage_error(sampling.add_sampler, ConcatDataset([one, Items([1])]), parsed(""))
     part = TensorDataset(*[torch.zeros(2, dtype=torch.int64)] * 3)  # the last tensor may be anything
     assert "must list their classes" in usage_error(sampling.add_sampler, part, parsed("-balance"))
