@@ -145,7 +145,7 @@ def panels_of(runs: dict) -> dict[str, dict]:
 def validation_names(runs: dict) -> list[str]:
     """Return the validation metrics of these runs but the loss, by name, the usual ones first."""
     logged = {name for lines in runs.values() for line in lines for name in line}
-    metrics = [name for name in logged if name.startswith("val/") and name != "val/loss"]
+    metrics = [name for name in logged if name.startswith("val") and name != "val/loss"]
     return sorted(metrics, key=lambda name: (name not in ("val/accuracy", "val/f1"), name))
 
 

@@ -44,10 +44,10 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer, got_targets = _call(model, batch, inputs, targets)
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
-    numbers = [one for _, one in named_tensors(answer) if got_targets and not one.ndim and one.requires_grad]
+    numbers = [one for _, one in named_tensors(answer) if not one.ndim and one.grad_fn is not None]
     are_several = len(numbers) > 1 and isinstance(answer, (tuple, list))
     if are_several or (numbers and loss is None):
-        raise UsageError('a model that gets targets must return one number, or a dict with its loss as "loss"')
+        raise UsageError('a model must return one number, its whole loss, or a dict with that as "loss"')
     if loss is not None:
         may_be_output = isinstance(answer, Tensor) and getattr(targets, "shape", ())[:1] == (1,)  # squeeze()
         is_part = isinstance(answer, (tuple, list)) and outputs is not None

@@ -15,7 +15,7 @@ from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.errors import UsageError, suggest
 
-BY_NAME = {}  # optimizers of your own, by their names for -optimizer, in lower case
+BY_NAME = {}  # optimizers of your own, by their names for -optimizer
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 SWITCH = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "false", "off"), False)}
 
@@ -35,8 +35,7 @@ def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[t
     hidden = {*matrices}
     for group in groups:
         group["params"] = [one for one in group["params"] if one not in hidden]
-    of_muon = inspect.signature(Muon).parameters
-    of_adamw = {name: options.pop(name) for name in [*options] if name not in of_muon}
+    of_adamw = {name: options.pop(name) for name in [*options] if name not in inspect.signature(Muon).parameters}
     options.setdefault("adjust_lr_fn", "match_rms_adamw")  # so that AdamW's learning rate and weight decay hold
     of_hidden = [{"params": matrices, "weight_decay": args.weight_decay}]
     return [_build(torch.optim.AdamW, groups, of_adamw, args), _build(Muon, of_hidden, options, args)]
@@ -65,7 +64,8 @@ def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> tor
 def find_class(name: str) -> Any:
     """Return the optimizer of a name, in upper or lower case. Raises UsageError if there is none."""
     classes = [one for one in vars(torch.optim).values() if inspect.isclass(one) and one is not torch.optim.Optimizer]
-    there = {one.__name__.lower(): one for one in classes if issubclass(one, torch.optim.Optimizer)} | BY_NAME
+    named = {one.__name__: one for one in classes if issubclass(one, torch.optim.Optimizer)} | BY_NAME
+    there = {key.lower(): one for key, one in named.items()}
     if name.lower() not in there:
         raise UsageError(f"-optimizer {name}: there are {', '.join(sorted(there))}{suggest(name.lower(), there)}")
     return there[name.lower()]

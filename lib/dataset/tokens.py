@@ -88,8 +88,7 @@ class Windows(Dataset):
         self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed
         self.fills = (len(tokens) - 1) // self.length  # how many samples stand in a row
         self.samples = min(samples or self.fills, self.fills)
-        places = 0, len(tokens) // 2, max(0, len(tokens) - CHECKED)
-        parts = [tokens[place : place + CHECKED] for place in places]
+        parts = [tokens[at : at + CHECKED] for at in (0, len(tokens) // 2, max(0, len(tokens) - CHECKED))]
         self.fingerprint = " ".join(str(zlib.crc32(part.tobytes())) for part in parts)
         if self.vocabulary == 256:
             self.classes = [ascii(chr(byte))[1:-1] for byte in range(256)]
@@ -157,10 +156,9 @@ def read_meta(data: str) -> dict | None:
     if not file.exists():
         return None
     meta = read_json(file, follow=True)
-    if meta.get("type", "uint16") not in ("uint16", "uint32"):
-        return {}
     counts = [meta.get("vocabulary"), *(meta.get(split, 1) for split in ("train", "val", "test"))]
-    return meta if all(type(one) is int and 0 < one < 1 << 48 for one in counts) else {}
+    is_known = meta.get("type", "uint16") in ("uint16", "uint32")
+    return meta if is_known and all(type(one) is int and 0 < one < 1 << 48 for one in counts) else {}
 
 
 def open_split(split: str, files: list[Path], vocabulary: int, meta: dict) -> np.ndarray | Joined:

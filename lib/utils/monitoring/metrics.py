@@ -155,15 +155,14 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
         if number == 1:
             log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
         return None
-    less = direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER)
-    sign = -1 if less else 1  # and not that of `best`: a resume may have turned -best round
+    sign = -1 if direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER) else 1
     loss = "/".join([*name.split("/")[:-1], "loss"])  # outputs that are NaN have an accuracy, too
     for figure in (name, loss):
         if math.isnan(figures.get(figure, 0.0)):
             log.warning("no best weights of this validation: its %s is NaN", figure)
             return None
     if best and best["metric"] == name and sign * figures[name] <= sign * best["value"]:
-        return None
+        return None  # by its value: the score of another -best may have the other sign
     return {"metric": name, "value": figures[name], "score": sign * figures[name], "evaluation": number}
 
 

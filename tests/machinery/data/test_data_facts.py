@@ -102,6 +102,7 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
 def test_the_names_and_classes_of_all_files_count_next_to_three_samples():
     one, other = (Items([1, 2], listing=number) for number in (3, 4))
     assert changed(one, one) == [] and changed(one, other) == ["train files digest"]
+    assert changed(ConcatDataset([one, one]), ConcatDataset([one, other])) == ["train files digest"]
 
 
 def draw():

@@ -170,8 +170,7 @@ def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, mo
         assert torch.equal(predict.load_model(folder).mask, predict.load_model(folder).mask)
         monkeypatch.setattr(dataset, "get_dataset", lambda args: [])
         assert "forward takes its input as prior or image, and the data" in script_error(predict, folder)
-        more = {"train": [{**row, "more": row["image"]} for row in rows]}
-        monkeypatch.setattr(dataset, "get_dataset", lambda args: more)
+        monkeypatch.setattr(dataset, "get_dataset", lambda args: {"train": [{**row, "more": 0} for row in rows]})
         monkeypatch.setattr(Late, "forward", lambda self, image, more=None: None)
         assert "takes image and more in training" in script_error(predict, folder)
         monkeypatch.setattr(Late, "forward", lambda self, image, labels: None)

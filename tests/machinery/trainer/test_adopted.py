@@ -161,7 +161,7 @@ def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or
     for several in (lambda one: {"loss_ce": one, "logits": inputs}, lambda one: (one, one)):
         given = {"forward": lambda self, inputs, labels, several=several: several(self.bias.mean())}
         model = type("Several", (nn.Linear,), given)(4, 3)
-        assert "must return one number, or" in usage_error(losses.forward, model, (inputs, labels), criterion)
+        assert "must return one number," in usage_error(losses.forward, model, (inputs, labels), criterion)
     for model, batch in ((Named(4, 3), (inputs, labels)), (Experts(4, 3), inputs), (Experts(4, 3), {"x": inputs})):
         assert losses.forward(model, batch, criterion).loss == model.weight.square().mean()
 
