@@ -3,6 +3,7 @@
 import logging
 import sys
 import traceback
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,8 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
         kept[split] = part
         if len(good) < len(part):
             kept[split] = Subset(part, good)
-            vars(kept[split])["listing"] = None  # a file that is left out may change
+            names_kept = [name_of(split, part, index) for index in good]  # one that is left out may change
+            vars(kept[split])["listing"] = zlib.crc32(repr(names_kept).encode())
         labels, classes = getattr(part, "labels", None), getattr(part, "classes", None)
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         are_classes = isinstance(labels, list) and isinstance(classes, list) and {*labels} <= {*range(len(classes))}

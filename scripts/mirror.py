@@ -84,7 +84,8 @@ def check(url: str, out: str | None = None) -> str:
 
 def is_lasting(error: Exception) -> bool:
     """Return whether it is of no use to try again."""
-    return isinstance(error, FileNotFoundError | PermissionError) or "Credentials" in type(error).__name__
+    paths = FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError
+    return isinstance(error, paths) or "Credentials" in type(error).__name__
 
 
 def clean(error: object) -> str:

@@ -82,6 +82,7 @@ def flags_of(run: str | Path) -> config.Args:
     return config.parse_args(["-cfg", str(file)], describe=False)
 
 
+@torch.random.fork_rng(devices=[])  # the caller's generator stays as it is
 def load_model(run: str | Path, device: str | torch.device = "cpu", source: str | Path | None = None) -> nn.Module:
     """Return a run's model with its best weights, or where there are none its final ones, for evaluation, frozen.
 
@@ -98,6 +99,7 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
     return model.to(device)
 
 
+@torch.random.fork_rng(devices=[])
 def load(
     run: str | Path, device: str | torch.device = "cpu", source: str | Path | None = None
 ) -> Callable[[list], list[dict[str, float]]]:
@@ -149,7 +151,7 @@ def one_row_each(outputs: Tensor | None, samples: int, args: Namespace) -> Tenso
     """Return outputs as (samples, numbers), float32. Raises UsageError for other shapes than those of `load`."""
     shape = None if outputs is None else tuple(outputs.shape)
     if isinstance(outputs, Tensor) and outputs.shape[:1] == (samples,):
-        if outputs.ndim == 2:
+        if outputs.ndim == 2 and (outputs.shape[1] > 1 or args.loss != "cross_entropy"):  # else it is always 1.0
             return outputs.float()
         if outputs.ndim == 1 and args.loss != "cross_entropy":
             return outputs[:, None].float()

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan, options = parse(sys.argv[1:] if argv is None else argv)
         return show(plan, options) if options.show else sweep(plan, options)
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         print(printable(f"sweep.py: {' '.join(str(error).split())}"), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:  # before the first trial

@@ -133,7 +133,8 @@ def split_output(answer: Any) -> tuple[Any, Any]:
         scalars = [one for one in parts if isinstance(one, Tensor) and not one.ndim]
         named = {**dict(enumerate(parts)), "loss": scalars[0] if scalars else None}
     else:
-        named = answer if isinstance(answer, dict) else getattr(answer, "__dict__", {})
+        found = {name: getattr(answer, name) for name in ("logits", "loss") if hasattr(answer, name)}
+        named = answer if isinstance(answer, dict) else {**getattr(answer, "__dict__", {}), **found}
     others = [one for one in named.values() if isinstance(one, Tensor) and one.ndim]
     return named.get("logits", others[0] if others else None), named.get("loss")
 

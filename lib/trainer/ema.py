@@ -57,8 +57,7 @@ class Trainer(trainer.Trainer):
 
     def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""
-        tensors = self.averaged_tensors().values()
-        return [*map(local_part, self.average.parameters())], [*map(local_part, tensors)]
+        return [*map(local_part, self.average.parameters())], [*map(local_part, self.averaged_tensors().values())]
 
     def averaged_tensors(self) -> dict[str, Tensor]:
         """Return what is averaged, by name: parameters and running statistics. Other buffers are the model's own."""

@@ -406,7 +406,7 @@ class Trainer:
             self.on_evaluation(split, found[split])
 
     def on_evaluation(self, split: str, figures: dict[str, float]) -> None:
-        """Do nothing: override it for what a validation decides. All ranks get the same figures; a save follows."""
+        """Do nothing: override it for what a validation decides. Ranks get the same figures. A save may follow."""
 
     def on_epoch_end(self) -> None:
         """Do nothing: override it for what comes after an epoch's last step and validation. The save comes later."""

@@ -53,8 +53,7 @@ def save(trainer: Any) -> None:
     trainer.engine.buffers.restore()
     trainer.read_losses()
     # What else each process has counted since the last log line is lost in part: that line has null for it.
-    counted = {name: [math.nan] for name in trainer.metrics.terms}
-    trainer.state.unlogged = {**trainer.loss_sums.pending(), **counted}
+    trainer.state.unlogged = {**trainer.loss_sums.pending(), **{name: [math.nan] for name in trainer.metrics.terms}}
     saves, step = trainer.checkpoints, trainer.state.step
     saves.thread.shutdown()  # it may be writing this rank's part of a save in flight
     best = saves.best

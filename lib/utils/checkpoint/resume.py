@@ -175,8 +175,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     now, texts = config_to_save(args, plan), {}
     free = args.flag_rules.free | ({"epochs"} if args.steps else set())
-    names = {*before, *now} - free if past else {*before} & {*plan.data}
-    for name in sorted(names):
+    for name in sorted({*before, *now} - free if past else {*before} & {*plan.data}):
         if before.get(name) != now.get(name):
             flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
             texts[name] = f"{flag} was {before.get(name, 'unknown')!s:.99} and is {now.get(name, 'unknown')!s:.99}"
@@ -194,6 +193,8 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         hint = f"keep them (-cfg RUN/config.yaml has all), or add {allow}, or start from scratch with {scratch}"
         shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
+    if any(name.startswith("val") for name in {*texts} & facts):
+        past.manifest["state"]["best"] = None  # it was measured on other data
     return text
 
 

@@ -240,5 +240,4 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     [(kind, content)] = value.items()
     if kind == "dict":
         return {decode(key, tensors): decode(one, tensors) for key, one in content}
-    entries = [decode(one, tensors) for one in content]
-    return entries if kind == "list" else tuple(entries)
+    return (list if kind == "list" else tuple)(decode(one, tensors) for one in content)

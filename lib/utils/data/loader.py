@@ -63,8 +63,7 @@ class Loader:
         own = fetch.draw_order(self.dataset, self.seed, epoch) if self.shuffle else None
         if own is not None and self.block > 1:
             raise UsageError(f"-shuffle_block {self.block}: the training samples have a sampler, and so an order")
-        drawn = self.plan.samples, self.seed, epoch, self.shuffle, self.block
-        indices = order(*drawn) if own is None else own
+        indices = order(self.plan.samples, self.seed, epoch, self.shuffle, self.block) if own is None else own
         for step in range(first_step, self.plan.steps):
             parts = self.plan.cut(step)
             mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)

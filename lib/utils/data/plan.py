@@ -19,8 +19,7 @@ def order(samples: int, seed: int, epoch: int, shuffle: bool = True, block: int 
     """
     if not shuffle:
         return torch.arange(samples, device="cpu")
-    generator = torch.Generator().manual_seed(seed + epoch)
-    blocks = torch.randperm(-(-samples // block), generator=generator, device="cpu")
+    blocks = torch.randperm(-(-samples // block), generator=torch.Generator().manual_seed(seed + epoch), device="cpu")
     indices = (blocks[:, None] * block + torch.arange(block, device="cpu")).flatten() if block > 1 else blocks
     return indices[indices < samples] if samples % block else indices
 

@@ -17,7 +17,7 @@ from lib.utils.errors import UsageError, suggest
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
 MAX_LINE = 1 << 20  # bytes, of metrics.jsonl
-LOWER_IS_BETTER = ("loss", "bits_per_token")
+LOWER_IS_BETTER = ("loss", "bits_per_token", "mae", "mse", "rmse", "error", "perplexity")
 COUNT = "\0count"  # after a metric's name: the sum of its counts
 
 

@@ -26,5 +26,4 @@ def test_twelve_kills_with_changing_numbers_of_ranks_and_loaders_change_no_bit_a
 def test_ten_kills_of_one_process_of_several_cost_no_step(tmp_path):
     tally = chaos.Tally()
     chaos.storm(tmp_path, tally, 10, [2, 3], seed=2, base=f"{chaos.RUN} -epochs 2", lost=True)
-    message = "\n".join(tally.lines())
-    assert tally.faults == 0 and tally.survived > 2, message
+    assert tally.faults == 0 and tally.survived > 2, "\n".join(tally.lines())

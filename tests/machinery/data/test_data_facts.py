@@ -11,7 +11,7 @@ import torch
 from command_line import parsed, usage_error
 from items import Items
 from PIL import Image
-from runs import few, plugins, run, same_tensors, weights
+from runs import few, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, log_of, names, refused, stop_at
 from torch.utils.data import ConcatDataset, Subset, default_collate, get_worker_info
 
@@ -132,7 +132,7 @@ def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_
     with plugins(dataset={"own": lambda args: part}):
         folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2 -workers 2")
     for split in part:
-        assert f"the samples of {split} differ each time they are read: no resume is exact" in log_of(folder)
+        assert f"what {split} gives differs each time it is read: no resume is exact" in log_of(folder)
 
 
 def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):
@@ -163,7 +163,7 @@ def named(*classes):
 
 CHANGES = {
     "labels": (few, other_labels, "train digest was "),
-    "val": (few, lambda args: {**few(args), "val": few(args)["train"]}, "val samples was 13 and is 50"),
+    "val": (few, lambda args: {**few(args), "val": other_labels(args)["train"]}, "val samples was 13 and is 50"),
     "no val": (few, lambda args: {"train": few(args)["train"]}, "val digest was "),
     "classes": (named("a", "b"), named("b", "a"), "classes was ['a', 'b'] and is ['b', 'a']"),
 }
@@ -179,6 +179,7 @@ def test_a_run_on_other_data_is_refused_like_a_changed_flag(first, then, message
         assert message in line and "-allow_change data" in line and before == (folder / "outcome.json").read_bytes()
         run(tmp_path, f"{ODD} -cpu 1 -allow_change data")
         assert message in log_of(folder)
+        assert "val samples" not in message or outcome(folder)["best"]["step"] > 4, "of the new data"
         run(tmp_path, f"{ODD} -cpu 2")  # the new data are the run's data from now on
 
 

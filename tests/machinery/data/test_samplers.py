@@ -115,7 +115,7 @@ def test_a_sampler_that_cannot_be_right_is_one_line(name, error_of):
 
 def test_a_sampler_that_draws_others_under_the_same_seed_is_warned_of(tmp_path):
     folder = run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset own')} -cpu 1")
-    assert "the samples of sampler differ each time they are read" in log_of(folder)
+    assert "what sampler gives differs each time it is read" in log_of(folder)
 
 
 @pytest.mark.parametrize(("data", "steps"), [("weighted", 2), ("few -balance", 4)])

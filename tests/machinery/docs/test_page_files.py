@@ -59,8 +59,7 @@ def output(fork):
     cache = fork / "cache" / "hub" / "checkpoints"  # where torch.hub would have downloaded it
     cache.mkdir(parents=True)
     torch.save(torchvision.models.resnet18().state_dict(), cache / "resnet18-f37072fd.pth")
-    runs = {**RUNS, "photos": f"{weights} {RUNS['photos']}"}
-    return train_in_turn(fork, runs, TORCH_HOME=str(fork / "cache"))
+    return train_in_turn(fork, {**RUNS, "photos": f"{weights} {RUNS['photos']}"}, TORCH_HOME=str(fork / "cache"))
 
 
 def test_the_files_in_the_pages_train(fork, output):

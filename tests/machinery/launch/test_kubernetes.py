@@ -77,8 +77,7 @@ def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tm
     assert sum(file.stat().st_size for file in sent) < 2_000_000
     assert {tmp_path / "image" / "scripts" / "elastic.sh", tmp_path / "image" / "pyproject.toml"} <= set(sent)
     assert "finished:" in python(*command[1:3], tmp_path / "runs", "-epochs", "1", cwd=tmp_path / "image")
-    table = python("scripts/status.py", tmp_path / "runs", cwd=tmp_path / "image")
-    assert "digits_convnet  finished" in table
+    assert "digits_convnet  finished" in python("scripts/status.py", tmp_path / "runs", cwd=tmp_path / "image")
     assert any(line.startswith("RUN apt-get") and " g++ " in line for line in lines), "-compile needs a compiler"
 
 

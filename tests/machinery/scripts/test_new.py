@@ -254,8 +254,7 @@ def test_a_project_or_plugin_that_cannot_be_created_is_refused_in_one_line(fork,
     assert output == "new.py: lib/arch/own_arch.py exists already: choose another name, or delete it first\n"
     assert "not a plugin's name" in python(fork, "scripts/new.py", "arch", "../x", code=2)
     assert "letters, digits and dashes" in python(ROOT, "scripts/new.py", "project", str(tmp_path / "a b"), code=2)
-    long = python(ROOT, "scripts/new.py", "project", str(tmp_path / "a"), "-name", f"{NAME}s", code=2)
-    assert "at most 24" in long
+    assert "at most 24" in python(ROOT, "scripts/new.py", "project", f"{tmp_path}/a", "-name", f"{NAME}s", code=2)
     no_part = python(ROOT, "scripts/new.py", "project", str(tmp_path / "a"), "-without", "slrm", code=2)
     assert "-without slrm: no such part; there are slurm, " in no_part
     assert "exists already: choose another folder" in python(ROOT, "scripts/new.py", "project", str(fork), code=2)

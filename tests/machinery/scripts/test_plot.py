@@ -38,13 +38,13 @@ def test_21_runs_differ_and_more_are_named_as_left_out(tmp_path, capsys):
     runs = [tmp_path / f"{'long_' * 18}{number:02}" for number in range(23)]
     for run_folder in runs:
         run_folder.mkdir()
-        (run_folder / "metrics.jsonl").write_text('{"step": 1, "val/loss": 2.0}\n')
+        (run_folder / "metrics.jsonl").write_text('{"step": 1, "val/loss": 2.0, "val_b/loss": 1.0}\n')
     assert plot.main([*map(str, runs), "-o", str(tmp_path / "x.png")]) == 0
     assert f"only 21 runs; left out: {runs[21]}, {runs[22]}\n" in capsys.readouterr().err
     figure = plot.draw({folder: reading.lines(folder) for folder in runs[:21]})
     figure.canvas.draw()
     assert len({(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()}) == 21
-    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1 and len(figure.axes) == 2, "val_b/loss"
     for number, folder in enumerate(runs[:4]):
         (folder / "config.yaml").write_text(f"model: {number}\nseed: {number // 2}\nx: {number % 2}\nabout: x\n")
     one, two, again, _ = plot.styles(runs[:4])

@@ -117,8 +117,7 @@ def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp
     light.resize((1, 50000)).save(folder / "e.png")
     (folder / "f.png").write_bytes(b"no image")
     (folder / "._a.jpg").write_bytes(b"debris")
-    odd = folder / os.fsdecode(b"g\xff\x1b.jpg")
-    light.resize((9, 9)).save(odd)
+    light.resize((9, 9)).save(folder / os.fsdecode(b"g\xff\x1b.jpg"))
     files = [folder, tmp_path / "a\nb" / "missing.png", tmp_path / "note.txt"]
     (tmp_path / "note.txt").write_text("a text")
     for form, given in (("csv", files), ("json", files[1:]), ("table", files[1:])):
@@ -143,7 +142,7 @@ def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
     mse, classes = (config.parse_args(["-loss", name, "-num_classes", "3"]) for name in ("mse", "cross_entropy"))
     for args, shape, width in ((mse, (2,), 1), (mse, (2, 5), 5), (classes, (2, 3), 3), (classes, (2, 7, 3), 3)):
         assert predict.one_row_each(torch.ones(shape), 2, args).shape == (2, width)
-    for args, shape in ((classes, (2,)), (classes, (2, 3, 7)), (mse, (2, 3, 4, 4)), (mse, (1, 3)), (mse, ())):
+    for args, shape in ((classes, (2,)), (classes, (2, 1)), (classes, (2, 3, 7)), (mse, (2, 3, 4, 4)), (mse, (1, 3)), (mse, ())):
         with pytest.raises(UsageError, match=rf"-arch convnet gives outputs {re.escape(str(shape))} for 2 samples"):
             predict.one_row_each(torch.ones(shape), 2, args)
 
@@ -167,7 +166,9 @@ def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, mo
         options = types.SimpleNamespace(run=folder, shape=None, fixed=None, pixels=False, resize=False)
         exported = export.prepared(options, export.read(folder / "final" / "weights.safetensors")).model
         assert torch.equal(exported(images), wanted)
+        torch.manual_seed(5)
         assert torch.equal(predict.load_model(folder).mask, predict.load_model(folder).mask)
+        assert torch.initial_seed() == 5, "the generator is the caller's"
         monkeypatch.setattr(dataset, "get_dataset", lambda args: [])
         assert "forward takes its input as prior or image, and the data" in script_error(predict, folder)
         monkeypatch.setattr(dataset, "get_dataset", lambda args: {"train": [{**row, "more": 0} for row in rows]})

@@ -121,8 +121,7 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         (one.folder / "outcome.json").write_text(json.dumps({"state": state, "best": best}))
         return one
 
-    plan = plan_of(f"-out {tmp_path} -seed 1,2")
-    runner = sweep.Runner(plan, 2, None)
+    runner = sweep.Runner(plan_of(f"-out {tmp_path} -seed 1,2"), 2, None)
     for name, values in {"a": [5, 3, 1], "b": [5, 4, 6]}.items():
         runner.end(trial(name, values, "finished"), "finished")
     slow = trial("slow", [6, 5])

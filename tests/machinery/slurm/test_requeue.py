@@ -32,8 +32,7 @@ def verdict_for(state="stopped", *, job=RUNNING, gained=True, in_vain=False, ref
 
 def test_a_preemption_is_distinguished_from_a_cancellation():
     assert verdict_for(job=PREEMPTED) == (True, "preempted")
-    while_signalled = {**PREEMPTED, "JobState": "SIGNALING"}
-    assert verdict_for(job=while_signalled) == (True, "preempted")
+    assert verdict_for(job={**PREEMPTED, "JobState": "SIGNALING"}) == (True, "preempted")
     assert verdict_for(job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
     assert "asked to stop" in verdict_for(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):

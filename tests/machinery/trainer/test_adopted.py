@@ -28,7 +28,7 @@ class Output(collections.OrderedDict):
         return self.get(name)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)  # as a property, not in its __dict__
 class Answer:
     """A dataclass that a model may return."""
 
@@ -159,7 +159,7 @@ def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or
     for batch in ((inputs, labels), {"image": inputs, "label": labels}):
         assert "is it the whole loss, or a part" in usage_error(losses.forward, Experts(4, 3), batch, criterion)
     for several in (lambda one: {"loss_ce": one, "logits": inputs}, lambda one: (one, one)):
-        given = {"forward": lambda self, inputs, labels, several=several: several(self.bias.mean())}
+        given = {"forward": lambda self, inputs, several=several: several(self.bias.mean())}
         model = type("Several", (nn.Linear,), given)(4, 3)
         assert "must return one number," in usage_error(losses.forward, model, (inputs, labels), criterion)
     for model, batch in ((Named(4, 3), (inputs, labels)), (Experts(4, 3), inputs), (Experts(4, 3), {"x": inputs})):
