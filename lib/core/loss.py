@@ -47,7 +47,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     numbers = [one for _, one in named_tensors(answer) if not one.ndim and one.grad_fn is not None]
     are_several = len(numbers) > 1 and isinstance(answer, (tuple, list))
     if are_several or (numbers and loss is None):
-        raise UsageError('a model must return one number, its whole loss, or a dict with that as "loss"')
+        raise UsageError('a model must return one number, its whole loss, or a dict with it as "loss"; detach others')
     if loss is not None:
         may_be_output = isinstance(answer, Tensor) and getattr(targets, "shape", ())[:1] == (1,)  # squeeze()
         is_part = isinstance(answer, (tuple, list)) and outputs is not None
