@@ -16,7 +16,7 @@ from lib.config import plugins
 from lib.utils import distributed, files, runtime, signals, watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
-from lib.utils.data import loader
+from lib.utils.data import fetch, loader
 from lib.utils.data.fetch import MapDataset, stop_signals_blocked
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
@@ -76,6 +76,10 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
         kept[split] = part
         if len(good) < len(part):
+            if split == "train" and fetch.option(part, "sampler") is not None:
+                raise UsageError(
+                    f"-skip_bad_files: the training samples have a sampler, which draws {bad[0]}, too: fix it"
+                )
             kept[split] = Subset(part, good)
             names_kept = [name_of(split, part, index) for index in good]  # one that is left out may change
             vars(kept[split])["listing"] = zlib.crc32(repr(names_kept).encode())

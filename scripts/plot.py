@@ -121,7 +121,7 @@ def styles(runs: Iterable[Path]) -> list[dict[str, str]]:
 def configuration(run: Path) -> str:
     """Return the flags in a run's config.yaml without its names and the seed; "" without the file."""
     file = run / "config.yaml"
-    flags = file.read_text().partition("\nabout:")[0] if file.is_file() else ""
+    flags = file.read_text(errors="replace").partition("\nabout:")[0] if file.is_file() else ""
     return re.sub(r"(?m)^(seed|model|out): .*$", "", flags)
 
 

@@ -74,7 +74,7 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     if past is None and other:
         past = find_newest_good(other, world)
         if past is None:
-            raise UsageError(f"-resume {origin}: there is no checkpoint; give a run's folder or a checkpoint")
+            raise UsageError(f"-resume {origin}: no checkpoint is there (now): give a run's folder, or -reset")
         past.manifest["state"]["best"] = None  # its weights are not here
     return past
 
@@ -140,8 +140,7 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
         batch = before["batch_size"]
-    share = math.ceil(batch / distributed.max_world_size(world))  # one for each of the most ranks to come
-    micro = args.micro_batch or before.get("micro_batch") or share
+    micro = args.micro_batch or before.get("micro_batch") or math.ceil(batch / distributed.max_world_size(world))
     if args.drop_last and data["samples"] < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
     engine = before.get("engine", "exact" if world.device.type == "cpu" else "stock")
@@ -201,7 +200,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
 def restore_state(past: Past | None, plan: Plan) -> State:
     """Return how far the run is, in steps of this plan.
 
-    With another -batch_size or other data the same share of the epoch counts as done; under -steps, as many steps.
+    With another -batch_size or other data as many samples of the epoch count as done; under -steps, as many steps.
     """
     if past is None:
         return State()

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
 HINTS = {  # by what is in an error of torch
     "OutOfMemoryError": "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp",
+    "FSDP state has already been": "under -parallel fsdp training_step calls the whole model, as self.model(...)",
     "DTensor random operators": "each rank would draw the same for its shard: take -parallel ddp",
     "Expected more than 1 value per channel": "take -drop_last, or another -batch_size, and -allow_change it",
     "device-side assert": "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index",
