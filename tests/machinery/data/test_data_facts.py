@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from command_line import parsed, usage_error
 from items import Items
 from PIL import Image
-from runs import few, outcome, plugins, run, same_tensors, weights
+from runs import few, plugins, run, same_tensors, weights
 from saves import SMALL, log_of, names, refused, stop_at
 from torch.utils.data import ConcatDataset, Subset, default_collate, get_worker_info
 
@@ -163,7 +164,7 @@ def named(*classes):
 
 CHANGES = {
     "labels": (few, other_labels, "train digest was "),
-    "val": (few, lambda args: {**few(args), "val": other_labels(args)["train"]}, "val samples was 13 and is 50"),
+    "val": (few, lambda args: {**few(args), "val": few(args)["train"]}, "val samples was 13 and is 50"),
     "no val": (few, lambda args: {"train": few(args)["train"]}, "val digest was "),
     "classes": (named("a", "b"), named("b", "a"), "classes was ['a', 'b'] and is ['b', 'a']"),
 }
@@ -179,8 +180,16 @@ def test_a_run_on_other_data_is_refused_like_a_changed_flag(first, then, message
         assert message in line and "-allow_change data" in line and before == (folder / "outcome.json").read_bytes()
         run(tmp_path, f"{ODD} -cpu 1 -allow_change data")
         assert message in log_of(folder)
-        assert "val samples" not in message or outcome(folder)["best"]["step"] > 4, "of the new data"
         run(tmp_path, f"{ODD} -cpu 2")  # the new data are the run's data from now on
+
+
+def test_a_best_value_counts_no_more_once_the_validation_data_are_others():
+    args, past = parsed("-allow_change data"), resume.Past(Path("x"), {"state": {"best": {}}}, [], 0, {})
+    plan = resume.plan(args, {"samples": 50, "val digest": "a"}, World(), {})
+    for digest, best in (("a", {}), ("b", None)):
+        now = dataclasses.replace(plan, data={**plan.data, "val digest": digest})
+        resume.check_flags(args, now, past, resume.config_to_save(args, plan), {"val": []})
+        assert past.manifest["state"]["best"] == best
 
 
 def test_another_version_of_a_library_is_named_as_what_may_have_changed_the_samples(tmp_path, capfd, monkeypatch):

@@ -88,8 +88,7 @@ MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
 def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, others, texts, tmp_path):
     folder = same_bits_everywhere(tmp_path, flags, (3, 2))
     assert distance(folder, run(tmp_path, f"{others} -model others -cpu 1"))
-    figures = {name for line in lines(folder) for name in line}
-    assert flags != MIXED or {"val_a/loss", "val_b/loss"} < figures
+    assert flags != MIXED or {"val_a/loss", "val_b/loss"} < {name for line in lines(folder) for name in line}
 
 
 def test_balanced_classes_come_equally_often():
@@ -157,8 +156,7 @@ def test_places_are_mixed_by_their_shares(texts):
     args = config.parse_args([*TOKENS.split(), "-data", "a=3e0, b=1"])
     splits = config.plugins.mixed(config.plugins.load("dataset", "tokens"), args.data).get_dataset(args)
     assert {*splits} == {"train", "val_a", "val_b", "test"} and len(splits["train"]) == 80
-    order = fetch.draw_order(splits["train"], 0, 0) % 80
-    assert (order < 40).sum() == 60
+    assert (fetch.draw_order(splits["train"], 0, 0) % 80 < 40).sum() == 60
     assert not check_data.find_faults({"train": splits["train"]}, check_data.World())
 
 

@@ -80,8 +80,7 @@ def test_the_sbatch_file_tells_torchrun_who_the_host_is(project, variables, flag
     job = {"SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
     job |= {"SLURM_SUBMIT_DIR": str(project), "PYTHON": str(project / "bin" / "python_of_the_job")}
     flags = f"-epochs 3 -grace_s 89.5 -cache_dir cache {flags}"
-    command = f"bash scripts/slurm/train.sbatch {flags} || [ $? = 1 ]"
-    output = bash(project, command, **job, **variables)
+    output = bash(project, f"bash scripts/slurm/train.sbatch {flags} || [ $? = 1 ]", **job, **variables)
     heads, hosts, own = (
         [line for line in output.splitlines() if line.startswith(f"arg --{option}")]
         for option in ("rdzv-endpoint", "rdzv-conf", "local-addr")

@@ -74,8 +74,7 @@ def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system
     for address in ("10.13.23.64", "fe80::1"):
         assert environment.infiniband_name(address) == address
     assert agent.interface_of("10.13.23.64") == "ib0"
-    variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
-    assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))["GLOO_SOCKET_IFNAME"] == "ib0"
     bare.setenv("GLOO_SOCKET_IFNAME", "mine")
     assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
     bare.setenv("RANK", "")

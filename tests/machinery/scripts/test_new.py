@@ -109,8 +109,7 @@ def fork(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "project"
     python(ROOT, "scripts/new.py", "project", str(folder), "-name", NAME)
     for kind in NEW:
-        printed = python(folder, "scripts/new.py", kind, f"own_{kind}")
-        assert f"try: python train.py -{kind} own_{kind}" in printed
+        assert f"try: python train.py -{kind} own_{kind}" in python(folder, "scripts/new.py", kind, f"own_{kind}")
     install(folder)
     return folder
 

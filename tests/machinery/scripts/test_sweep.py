@@ -66,8 +66,7 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uni
         values = [outcome(uninterrupted / f"sweep_seed_{seed}_lr_start_{lr}")["best"]["value"] for seed in (1, 2)]
         assert (mean, deviation) == (f"{statistics.mean(values):.4g}", f"{statistics.stdev(values):.2g}")
     assert len(rows) == 2 and float(rows[0][1]) > float(rows[1][1]), "best first"
-    plain = run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain")
-    assert distance(plain, uninterrupted / TRIALS[3]) == 0
+    assert distance(run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain"), uninterrupted / TRIALS[3]) == 0
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
     pictures = [(uninterrupted / f"sweep{name}.png").read_bytes() for name in ("", "_curves")]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
@@ -210,8 +209,7 @@ def study_trials(out) -> list[tuple]:
 @needs.require_package("optuna", "sweep")
 def test_optuna_suggests_the_same_trials_after_a_kill(tmp_path):
     uninterrupted_folder, killed = tmp_path / "calm", tmp_path / "killed"
-    output = run_sweep(uninterrupted_folder, CHOSEN)
-    assert output.count(": finished in") == 4
+    assert run_sweep(uninterrupted_folder, CHOSEN).count(": finished in") == 4
     with running_sweep(killed, CHOSEN) as process:
         until(lambda: list(killed.glob("sweep_*/final")) or process.poll() is not None)
         assert process.poll() is None, (killed / "output").read_text()

@@ -46,8 +46,7 @@ def test_a_preemption_is_distinguished_from_a_cancellation():
 def test_a_preempted_run_that_could_not_save_in_time_is_requeued():
     """Its outcome.json says that it runs, or that a process lost its peer, or does not exist yet."""
     for state in ("running", "failed", None):
-        verdict = verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, in_vain=True)
-        assert verdict == (True, "preempted")
+        assert verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
     assert "the run failed" in verdict_for("failed", job=PREEMPTED)[1]
     assert "was refused" in verdict_for(None, refused="-epochs 0", job=PREEMPTED)[1]
 
