@@ -68,13 +68,13 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     own = run_folder.path_of(args) / "checkpoints"
     origin = args.resume or (start or {}).get("resume")
     other = Path(os.path.realpath(origin)) if origin else None
-    if other and Path(os.path.realpath(own)) in other.parents:
+    if other and Path(os.path.realpath(own)) in (*other.parents, *([other / "checkpoints"] if args.reset else [])):
         raise UsageError(f"-resume {origin} is of this run: to start from an older checkpoint, take another -model")
     past = find_newest_good(own, world, leave_out=run_folder.is_reset_due(args, world))
     if past is None and other:
         past = find_newest_good(other, world)
         if past is None:
-            raise UsageError(f"-resume {origin}: no checkpoint is there (now): give a run's folder, or -reset")
+            raise UsageError(f"-resume {origin}: there is no checkpoint (now): give a run's folder, or -reset")
         past.manifest["state"]["best"] = None  # its weights are not here
     return past
 
