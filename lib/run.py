@@ -48,8 +48,7 @@ class Run:
         if args.balance or (args.shuffle and fetch.has_weights(train)):
             load_optional("scripts.sampling", "-balance").add_sampler(train, args)
         watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
-        data = fingerprint.describe(self.splits, args, self.world)
-        self.plan = resume.plan(args, data, self.world, before)
+        self.plan = resume.plan(args, fingerprint.describe(self.splits, args, self.world), self.world, before)
         runtime.choose_threads(args, self.world, saved=before.get("threads"))
         self.changes = resume.check_flags(args, self.plan, self.past, before, self.splits)
         self.loaded = ""  # what -weights filled

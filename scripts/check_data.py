@@ -71,17 +71,17 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
         return splits, {"skipped": []}
     kept, names = {}, set(bad)
     for split, part in splits.items():
-        good = [index for index in range(len(part)) if name_of(split, part, index) not in names]
+        named = [name_of(split, part, index) for index in range(len(part))]
+        good = [index for index, name in enumerate(named) if name not in names]
         if not good:
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
         kept[split] = part
         if len(good) < len(part):
-            if split == "train" and fetch.option(part, "sampler") is not None:
-                raise UsageError(
-                    f"-skip_bad_files: the training samples have a sampler, which draws {bad[0]}, too: fix it"
-                )
+            if split == "train" and args.shuffle and fetch.option(part, "sampler") is not None:
+                fault = "a file is bad, and the training samples have a sampler, which draws it, too"
+                raise UsageError(f"-skip_bad_files: {fault}: fix it (-check_data)")
             kept[split] = Subset(part, good)
-            names_kept = [name_of(split, part, index) for index in good]  # one that is left out may change
+            names_kept = [named[index] for index in good]  # a file that is left out may change
             vars(kept[split])["listing"] = zlib.crc32(repr(names_kept).encode())
         labels, classes = getattr(part, "labels", None), getattr(part, "classes", None)
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels

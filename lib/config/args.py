@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
                 parser.set_plugin_defaults(plugins.mixed(module, found.data).describe(found), module)
     args = _parse(parser, words)
     run = Path(cfg).absolute().parent
-    is_run = describe and cfg and not given & {"model", "out"} and (run / "outcome.json").is_file()
+    is_run = describe and cfg and not given & {"model", "out", "resume"} and (run / "outcome.json").is_file()
     if is_run and run.resolve() != Path(args.out, args.model).resolve():
         raise UsageError(f"-cfg {cfg}: a moved or copied run: -out {run.parent} -model {run.name} continues it")
     check_combinations(args, given | set(entries))

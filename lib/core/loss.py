@@ -45,8 +45,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
     numbers = [one for _, one in named_tensors(answer) if not one.ndim and one.grad_fn is not None]
-    are_several = len(numbers) > 1 and isinstance(answer, (tuple, list))
-    if are_several or (numbers and loss is None):
+    if (len(numbers) > 1 and isinstance(answer, (tuple, list))) or (numbers and loss is None):
         raise UsageError('a model must return one number, its whole loss, or a dict with it as "loss"; detach others')
     if loss is not None:
         may_be_output = isinstance(answer, Tensor) and getattr(targets, "shape", ())[:1] == (1,)  # squeeze()
@@ -133,7 +132,8 @@ def split_output(answer: Any) -> tuple[Any, Any]:
         scalars = [one for one in parts if isinstance(one, Tensor) and not one.ndim]
         named = {**dict(enumerate(parts)), "loss": scalars[0] if scalars else None}
     else:
-        found = {name: getattr(answer, name) for name in ("logits", "loss") if hasattr(answer, name)}
+        found = {name: getattr(answer, name, None) for name in ("logits", "loss")}  # properties, too, and no methods
+        found = {key: one for key, one in found.items() if isinstance(one, Tensor)}
         named = answer if isinstance(answer, dict) else {**getattr(answer, "__dict__", {}), **found}
     others = [one for one in named.values() if isinstance(one, Tensor) and one.ndim]
     return named.get("logits", others[0] if others else None), named.get("loss")

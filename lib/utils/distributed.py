@@ -83,8 +83,7 @@ def place() -> World:
 
 def rendezvous() -> str:
     """Describe whom this process waits for at its start, where, and why."""
-    names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
-    given = " ".join(f"{name}={os.environ.get(name)}" for name in names)
+    given = " ".join(f"{name}={os.environ.get(name)}" for name in "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split())
     return f"waiting for the other processes of the run, as torchrun or the environment says: {given}"
 
 

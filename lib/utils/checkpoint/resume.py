@@ -192,7 +192,9 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         hint = f"keep them (-cfg RUN/config.yaml has all), or add {allow}, or start from scratch with {scratch}"
         shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
-    if any(name.startswith("val") for name in {*texts} & facts):
+    named = (past.manifest["state"]["best"] or {"metric": ""})["metric"].rpartition("/")[0]
+    split = named or min((one for one in splits if one.startswith("val")), default="")
+    if {f"{split} digest", f"{split} samples"} & texts.keys():
         past.manifest["state"]["best"] = None  # it was measured on other data
     return text
 

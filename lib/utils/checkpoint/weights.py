@@ -72,8 +72,7 @@ def load_into(
             reason = (str(error) or repr(error)).splitlines()[0]
             raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
 
-    waits = path == IMAGENET and world.local_rank > 0
-    given = distributed.attempt(None if waits else load, world) or load()
+    given = distributed.attempt(None if path == IMAGENET and world.local_rank > 0 else load, world) or load()
     names = _names_by_tensor(model)
     found = {name: name for aliases in names.values() for name in aliases if name in given}
     if not all(found.keys() & {*aliases} for aliases in names.values()):

@@ -43,8 +43,9 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
-    if isinstance(dataset, ConcatDataset) and name == "listing":
-        return [option(part, name) for part in dataset.datasets]
+    if isinstance(dataset, ConcatDataset) and name == "listing" and not hasattr(dataset, name):
+        found = [option(part, name) for part in dataset.datasets]
+        return found if any(one is not None for one in found) else None
     if isinstance(dataset, ConcatDataset) and name in ("collate_fn", "on_device") and not hasattr(dataset, name):
         first, *others = (option(part, name, default) for part in dataset.datasets)
         if any(one != first for one in others):
