@@ -47,9 +47,9 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
             with no_exit():
                 parser.set_plugin_defaults(plugins.mixed(module, found.data).describe(found), module)
     args = _parse(parser, words)
-    run = Path(cfg).absolute().parent
-    is_run = describe and cfg and not given & {"model", "out", "resume"} and (run / "outcome.json").is_file()
-    if is_run and run.resolve() != Path(args.out, args.model).resolve():
+    own, file = Path(args.out, args.model, "config.yaml"), Path(args.cfg or "").absolute()
+    run, is_run = file.parent, describe and file.name == own.name and (file.parent / "outcome.json").is_file()
+    if is_run and not given & {"model", "out", "resume", "weights"} and not (own.exists() and own.samefile(file)):
         raise UsageError(f"-cfg {cfg}: a moved or copied run: -out {run.parent} -model {run.name} continues it")
     check_combinations(args, given | set(entries))
     return args

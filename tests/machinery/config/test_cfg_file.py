@@ -26,8 +26,9 @@ def test_the_command_line_overrides_the_file_the_plugin_and_the_shared_default_i
     assert parsed(["-cfg", file, "--epochs=5"]).lr_start == 0.5
     assert parsed(["-cfg", file, "-seed", "3"]).cfg == file
     (tmp_path / "outcome.json").touch()
-    assert f"-out {tmp_path.parent} -model {tmp_path.name} continues it" in refusal(["-cfg", file])
-    assert parsed(["-cfg", file, "-model", "again"]).epochs == 4
+    moved = ["-cfg", cfg_file(tmp_path, "epochs: 4\n", "config.yaml")]
+    assert f"-out {tmp_path.parent} -model {tmp_path.name} continues it" in refusal(moved)
+    assert parsed([*moved, "-model", "again"]).epochs == parsed(["-cfg", file]).epochs == 4
 
 
 def test_defaults_of_a_plugin_are_checked_and_the_values_of_a_file_replace_a_list(tmp_path, monkeypatch):

@@ -219,8 +219,7 @@ def test_a_damaged_shard_is_named(shards, how):
     header = data.rindex(b"ustar") - 257
     cut = {"in a file": end - 700, "at a file": header - 512, "before the end": end, "empty": 0}
     broken = data[: cut[how]] if how in cut else data[:header] + b"?" * 200 + data[header + 200 :]
-    whole = {"compressed": b"\x1f\x8b" + data, "joined": data + data}
-    file.write_bytes(whole.get(how, broken))
+    file.write_bytes({"compressed": b"\x1f\x8b" + data, "joined": data + data}.get(how, broken))
     with pytest.raises(UsageError, match=r"train-1.tar: (damaged, cut off|\S+ has no)"):
         dataset(shards)
 
