@@ -58,6 +58,7 @@ def compare_logs(one: Path, other: Path) -> list[str]:
         if one_value != other_value
     ]
     lines = [f"flags that differ: {', '.join(odd) or 'none'}"]
+    lines += [f"{run}/{fault}" for run in (one, other) if (fault := reading.metrics(run).fault)]
     logs = [dict(figures(run)) for run in (one, other)]
     both = [figure for figure in logs[0] if figure in logs[1]]
     first = next((figure for figure in both if logs[0][figure] != logs[1][figure]), None)

@@ -1,6 +1,8 @@
 """Gives a run's model one input as the trainer does (lib/core/loss.py), for predict.py and export.py."""
 
+import contextlib
 import inspect
+import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -48,18 +50,18 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
     """Return a module that takes one tensor, and gives it to the model as in training: by its name if it has one.
 
     `inputs` are those of two samples (`first_inputs`). Without them, samples are read if only they tell the name, or
-    whether `forward` gets more than one.
+    whether `forward` gets more than its first parameter, of which a warning says so.
     Raises UsageError if that fails, or if `forward` needs more than one input.
     """
     parameters = parameters_of(model)
     names = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    others = [name for name in names if name not in loss.TARGETS][1:]
-    if inputs is None and (not is_first(model) or (others and not hasattr(model, "main_input_name"))):
+    if inputs is None and is_first(model):
+        if more := other_inputs(model, names, args):
+            warnings.warn(f"-arch {args.arch} also gets {' and '.join(more)} in training, and here not", stacklevel=3)
+    elif inputs is None:
         try:
             inputs = first_inputs(model, training_samples(args), args)
-        except Exception as error:  # noqa: BLE001  # of any dataset
-            if is_first(model):
-                return model
+        except (UsageError, OSError) as error:
             known = " or ".join(name for name in names if name not in loss.TARGETS) or "some entry of a dict"
             found = f"forward takes its input as {known}, and the data, which would tell, cannot be read ({error})"
             hint = "let the input be its first parameter, without a default"
@@ -74,6 +76,16 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
         hint = f"give it a default ({more[0]}=None), and return the outputs without it"
         raise UsageError(f"-arch {args.arch}: forward needs {' and '.join(more)}, and here it has one input: {hint}")
     return Named(model, by_name[0]).eval() if by_name else model
+
+
+def other_inputs(model: nn.Module, names: list[str], args: Namespace) -> list[str]:
+    """Return what `forward` gets in training after its first parameter; [] where the data cannot be read."""
+    others = [name for name in names if name not in loss.TARGETS][1:]
+    if others and not hasattr(model, "main_input_name"):
+        with contextlib.suppress(Exception):  # of any dataset
+            inputs = first_inputs(model, training_samples(args), args)
+            return [name for name in others if isinstance(inputs, Mapping) and name in inputs]
+    return []
 
 
 def is_first(model: nn.Module) -> bool:

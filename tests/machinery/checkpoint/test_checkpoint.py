@@ -138,7 +138,8 @@ def test_best_is_the_highest_score_and_never_nan(caplog):
             best = metrics.new_best(best, {"rec": value, "loss": value}, flag, epoch + 1) or best
         assert best["evaluation"] == {3: 3, 1: 2}[wanted] and best["metric"] == flag.partition(":")[0]
     assert metrics.new_best(None, {"rec": 1.0}, None, 1) is None
-    assert metrics.new_best({"metric": "rec", "value": 9.0}, {"rec": 1.0}, "rec:min", 6), "-best was turned round"
+    turned = {"metric": "rec", "value": 9.0, "score": 9.0}
+    assert metrics.new_best(turned, {"rec": 1.0}, "rec:min", 6)
     for said in ("the validation gives rec; choose one by -best", "its val_a/loss is NaN"):
         assert said in caplog.text
 

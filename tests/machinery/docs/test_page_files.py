@@ -90,8 +90,7 @@ def _weights(folder, name):
 def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
     """At least 98.5 % of the test digits: the first of RUNS."""
     assert float(re.search(r"finished: +test accuracy ([\d.]+)", output)[1]) >= 0.985
-    shown = re.search(r"```\n(finished:.*?)```", README, re.S)[1]
-    for line in shown.splitlines():
+    for line in re.search(r"```\n(finished:.*?)```", README, re.S)[1].splitlines():
         assert f"\n{line.split(':')[0]}:" in output, "the last lines of a run differ from those in the README"
 
 

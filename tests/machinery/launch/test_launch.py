@@ -36,8 +36,7 @@ def test_a_thread_that_gets_no_signals_is_refused(capfd):
 
 
 def test_a_single_process_runs_in_the_parent_so_that_breakpoint_works(start):
-    fault = {"do": "debug", "step": 5}
-    run = start("one", fault=fault, cpu=1, terminal=("stdin", "stdout", "stderr"))
+    run = start("one", fault={"do": "debug", "step": 5}, cpu=1, terminal=("stdin", "stdout", "stderr"))
     run.wait_for_output("starting:    one (-dataset digits -arch mlp)")
     run.wait_for_output("(Pdb)")
     run.type("p 6 * 7\n")
