@@ -82,7 +82,8 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
                 raise UsageError(f"-skip_bad_files: {fault}: fix it (-check_data)")
             kept[split] = Subset(part, good)
             names_kept = [named[index] for index in good]  # a file that is left out may change
-            vars(kept[split])["listing"] = zlib.crc32(repr(names_kept).encode())
+            is_known = fetch.option(part, "fingerprint") is not None  # as shards, whose names may change
+            vars(kept[split])["listing"] = None if is_known else zlib.crc32(repr(names_kept).encode())
         labels, classes = getattr(part, "labels", None), getattr(part, "classes", None)
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         are_classes = isinstance(labels, list) and isinstance(classes, list) and {*labels} <= {*range(len(classes))}

@@ -98,12 +98,12 @@ class Samples:
         sample = self.part[index]
         parts = sample if isinstance(sample, Mapping | tuple | list) else [sample]
         named = dict(parts if isinstance(parts, Mapping) else enumerate(parts))
-        target = next((name for name in (*losses.TARGETS, "cls") if name in named), None)
+        is_second = 1 in named and encode(named[1], self.name(index))[0] == "cls"  # of a tuple, as in training
+        place = 1 if is_second else len(named) - 1
+        target = next((name for name in (*losses.TARGETS, "cls", place) if name in named), None)
         found: Files = {}
         for name, value in named.items():
             ending, data = encode(value, self.name(index))
-            if target is None and ending == "cls" and isinstance(name, int):  # of a tuple's whole numbers, the first
-                target = name
             if ending == "cls" and name == target and data.startswith(b"-"):
                 raise UsageError(f"{self.name(index)} has the class {data.decode()}: numbers from 0 are needed")
             if ending in found or (ending == "cls" and name != target):  # another number is no class

@@ -82,7 +82,7 @@ def flags_of(run: str | Path) -> config.Args:
     return config.parse_args(["-cfg", str(file)], describe=False)
 
 
-@torch.random.fork_rng(devices=[])  # the caller's generator stays as it is
+@torch.random.fork_rng(devices=[])  # torch's stays the caller's
 def load_model(run: str | Path, device: str | torch.device = "cpu", source: str | Path | None = None) -> nn.Module:
     """Return a run's model with its best weights, or where there are none its final ones, for evaluation, frozen.
 
@@ -109,7 +109,8 @@ def load(
 
     With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
     The weights are those that `load_model` takes. The run's data is needed only if it alone shows which parameter of
-    `forward` gets the input. Raises UsageError if the model takes more than one.
+    `forward` gets the input; a warning names another one that the training gives, too. Raises UsageError if the model
+    needs more than one.
     """
     args = flags_of(run)
     names = yaml.safe_load((Path(run) / "config.yaml").read_text())["about"].get("classes", [])

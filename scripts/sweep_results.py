@@ -27,7 +27,7 @@ def table(trials: list, varied: list[str]) -> str:
     columns = [f"-{name}" for name in names]
     rows = [{**dict(zip(columns, values or ["all"])), **summary(group)} for values, group in groups.items()]
     rows.sort(key=lambda row: -float(row["score"] or -math.inf))
-    metric = " or ".join(sorted({trial.best["metric"] for trial in trials if trial.best})) or "score"
+    metric = metrics_of(trials) or "score"
     rows = [{**row, metric: row["value"]} for row in rows]
     several = ("deviation", "seeds") if "seed" in varied else ()
     return status.table(rows, (*columns, metric, *several, "state", "run"))
@@ -48,6 +48,11 @@ def summary(group: list) -> dict[str, str]:
     }
 
 
+def metrics_of(trials: list) -> str:
+    """Return by what the trials' best values were chosen; several where each goes by its own."""
+    return " or ".join(sorted({trial.best["metric"] for trial in trials if trial.best}))
+
+
 def by_score(trials: list) -> list:
     """Return the trials that have a score, the best first."""
     return sorted((trial for trial in trials if trial.best), key=lambda trial: -trial.best["score"])
@@ -61,7 +66,7 @@ def draw(trials: list, plan) -> None:
     file = Path(plan.args.out) / f"{plan.name}.png"
     scales = {name: space.scale for name, space in plan.spaces.items()}
     try:
-        score_figure(trials, scales, best[0].best["metric"]).savefig(file)
+        score_figure(trials, scales, metrics_of(trials)).savefig(file)
     except ModuleNotFoundError as error:
         print(plot.missing(error), end="", file=sys.stderr)
         return

@@ -50,7 +50,8 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     own, file = Path(args.out, args.model, "config.yaml"), Path(args.cfg or "").absolute()
     run, is_run = file.parent, describe and file.name == own.name and (file.parent / "outcome.json").is_file()
     if is_run and not given & {"model", "out", "resume", "weights"} and not (own.exists() and own.samefile(file)):
-        raise UsageError(f"-cfg {cfg}: a moved or copied run: -out {run.parent} -model {run.name} continues it")
+        hint = f"-out {run.parent} -model {run.name} continues it, -model NEW repeats it"
+        raise UsageError(f"-cfg {cfg} is of a moved or copied run: {hint}")
     check_combinations(args, given | set(entries))
     return args
 

@@ -44,7 +44,8 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     answer, got_targets = _call(model, batch, inputs, targets)
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = split_output(answer)
-    numbers = [one for _, one in named_tensors(getattr(answer, "__dict__", answer)) if one.grad_fn and not one.ndim]
+    entries = answer if isinstance(answer, (Mapping, tuple, list)) else getattr(answer, "__dict__", answer)
+    numbers = [one for _, one in named_tensors(entries) if one.grad_fn and not one.ndim]
     if (len(numbers) > 1 and isinstance(answer, (tuple, list))) or (numbers and loss is None):
         raise UsageError('a model must return one number, its whole loss, or a dict with it as "loss"; detach others')
     if loss is not None:

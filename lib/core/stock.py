@@ -103,5 +103,4 @@ class Engine:
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, before an evaluation or a save."""
         for module in self.modules if self.world.size > 1 else ():
-            averages = [one for name, one in module.named_parameters() if is_statistic(name)]  # as ema.py keeps them
-            take_first([*module.buffers(), *averages])
+            take_first([*module.buffers(), *(p for name, p in module.named_parameters() if is_statistic(name))])

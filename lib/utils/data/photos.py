@@ -88,8 +88,7 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         orientation = None
     width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
     left, top, right, bottom = box(width, height) if box else (0, 0, width, height)
-    spare = min(right - left, bottom - top) / size
-    scale = next((scale for scale in (8, 4, 2) if spare >= scale), 1)
+    scale = next((scale for scale in (8, 4, 2) if min(right - left, bottom - top) / size >= scale), 1)
     if image.draft(mode, (image.width // scale, image.height // scale)) is None:
         scale = 1  # no JPEG, or one that was read before
     image.load()

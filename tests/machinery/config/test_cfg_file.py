@@ -29,6 +29,8 @@ def test_the_command_line_overrides_the_file_the_plugin_and_the_shared_default_i
     moved = ["-cfg", cfg_file(tmp_path, "epochs: 4\n", "config.yaml")]
     assert f"-out {tmp_path.parent} -model {tmp_path.name} continues it" in refusal(moved)
     assert parsed([*moved, "-model", "again"]).epochs == parsed(["-cfg", file]).epochs == 4
+    cfg_file(tmp_path, f"epochs: 5\nout: {tmp_path.parent}\nmodel: {tmp_path.name}\n", "config.yaml")
+    assert parsed(moved).epochs == 5, "where it is"
 
 
 def test_defaults_of_a_plugin_are_checked_and_the_values_of_a_file_replace_a_list(tmp_path, monkeypatch):

@@ -78,8 +78,7 @@ def test_children_get_their_ranks_and_listen_on_this_machine_only(start):
 
 
 def test_runs_started_at_the_same_moment_never_collide(start):
-    runs = [start(f"run_{number}", "-epochs", 1) for number in range(4)]
-    for run in runs:
+    for run in [start(f"run_{number}", "-epochs", 1) for number in range(4)]:
         assert run.wait() == 0, run.text()
 
 

@@ -73,8 +73,7 @@ def test_the_bits_are_the_same_after_a_node_is_replaced_by_an_empty_or_old_one(f
         truth = saves.tensors(finished_run / "checkpoints" / saves.at_step(finished_run, stop))
         for rank, each in enumerate((one, two)):
             assert f"_step_{last}: epoch" in log_of(each, rank).rpartition("resuming from ")[2]
-            saved = saves.tensors(each / "checkpoints" / saves.at_step(each, stop))
-            assert same_tensors(saved, truth)
+            assert same_tensors(saves.tensors(each / "checkpoints" / saves.at_step(each, stop)), truth)
         shutil.rmtree(node.parent)  # the next start finds an empty machine
         if node == two:
             shutil.copytree(tmp_path / "past", node, symlinks=True)

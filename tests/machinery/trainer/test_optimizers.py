@@ -73,7 +73,7 @@ class TakesAnything(torch.optim.AdamW):
 
 
 def test_an_optimizer_of_a_fork_gets_the_flags_that_it_can_take(monkeypatch):
-    monkeypatch.setitem(optimizer.BY_NAME, "mine", TakesAnything)
+    monkeypatch.setitem(optimizer.BY_NAME, "Mine", TakesAnything)
     args = config.parse_args("-optimizer mine -weight_decay 0.3 -optimizer_arg eps=1e-3".split())
     [made] = optimizer.get_optimizers(nn.Linear(2, 2), nn.Identity(), args)
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.0] and made.defaults["eps"] == 1e-3
