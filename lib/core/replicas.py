@@ -62,7 +62,7 @@ class Checks:
         self.changed: list[str] = []  # what training_step changes
 
     def count_step(self) -> None:
-        """Note, after the first step of this start, what no checkpoint has."""
+        """Count a step; after the first one of this start, note what no checkpoint has."""
         self.values = self.values or plain_values(self.trainer)
         self.steps += 1
 

@@ -144,8 +144,8 @@ def check_same(figures: dict[str, Any], world: distributed.World) -> None:
 def new_best(best: dict | None, figures: dict[str, float], metric: str | None, number: int) -> dict | None:
     """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
 
-    `number`: of this validation, from 1. `metric` is the one to go by: a name, or NAME:min if less is better; without
-    one it is accuracy, or else the loss. Raises UsageError if the evaluation does not give it.
+    `number`: of this validation, from 1. `metric` is the one to go by: a name, or NAME:min if less is better, as of
+    LOWER_IS_BETTER; without one accuracy, or else the loss. Raises UsageError if the evaluation does not give it.
     """
     name, _, direction = (metric or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
     given = ", ".join(figures) or "nothing"
