@@ -17,7 +17,7 @@ from lib.utils import files
 from lib.utils.errors import UsageError, load_optional, no_exit
 
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
-EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"), ("epochs", "steps"))  # one replaces that of -cfg
+EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"), ("epochs", "steps"), ("resume", "weights"))
 CFG_BYTES = 1 << 22  # of a -cfg file
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import io
 import logging
 import math
@@ -25,7 +26,7 @@ from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import has_weights, nested, option
 from lib.utils.data.plan import MicroBatch
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
@@ -134,7 +135,10 @@ class Checks:
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
                 self.said[text] = names
-        if names := find_changes(self.values, now):
+        known = {**now, **self.values}
+        names = [name for name, mark in now.items() if None not in (mark, known[name]) and mark != known[name]]
+        self.values = known | dict.fromkeys(names)  # named once
+        if names:
             advice = "compute it from the step, or make it a saved buffer or a state that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
         if self.trainer.plan.engine == "stock":  # DDP shares them in the next pass; the exact engine after each
@@ -167,7 +171,18 @@ def parts_of(trainer: Any) -> set[tuple[str, int]]:
 
 
 def check_names(trainer: Any) -> None:
-    """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names."""
+    """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names.
+
+    Warn of a method that nothing calls, as one that has this name in another library.
+    """
+    kinds = type(trainer).__mro__
+    base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
+    own_kinds = kinds[: kinds.index(base)]
+    with contextlib.suppress(OSError, TypeError, KeyError):  # in a notebook, or without its source
+        text = "".join(inspect.getsource(one) for one in {sys.modules[kind.__module__] for kind in own_kinds})
+        for name in [name for kind in own_kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]:
+            if not (hasattr(base, name) or hasattr(nn.Module, name) or re.search(rf"(?<!def )\b{name}\b", text)):
+                log.warning("nothing calls %s: the usual trainer has none%s", name, suggest(name, vars(base)))
     for name, own in sorted(vars(trainer).items()):
         replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)
@@ -269,11 +284,3 @@ class Mark(pickle.Pickler):
             kept += [one for one in (value.__defaults__, value.__kwdefaults__, vars(value)) if one]
             return value.__qualname__, value.__code__.co_firstlineno, *kept
         return str(shards.checksums({"": value})) if isinstance(value, Tensor) else None
-
-
-def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names whose marks differ, once each: `before` gets the marks of new names, and None for these."""
-    before |= {name: mark for name, mark in now.items() if name not in before}
-    changed = [name for name, mark in now.items() if None not in (mark, before[name]) and mark != before[name]]
-    before |= dict.fromkeys(changed)
-    return changed

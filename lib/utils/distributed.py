@@ -59,6 +59,8 @@ def join(args: Namespace) -> Iterator[World]:
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     if world.size > 1:
+        if "MASTER_ADDR" not in os.environ:
+            raise UsageError(f"WORLD_SIZE is {world.size}, without MASTER_ADDR: unset it if no launcher set it")
         own = dist.get_default_backend_for_device(world.device)
         backend = own if own == "gloo" else f"cpu:gloo,{world.device.type}:{own}"
         timeout = datetime.timedelta(minutes=max(LEAST_MINUTES, 2 * args.hang_minutes))  # the watchdog comes first

@@ -24,12 +24,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120  # seconds that a test waits for anything
-PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CLEAN = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in (*PLACE, "PYTHONDONTWRITEBYTECODE") and not name.startswith("TORCHELASTIC")
-}
+LEFT_OUT = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PYTHONDONTWRITEBYTECODE".split()
+CLEAN = {key: one for key, one in os.environ.items() if key not in LEFT_OUT and not key.startswith("TORCHELASTIC")}
 
 
 def until(condition: Callable, limit: float = LIMIT, what: str | Callable = "", pause: float = 0.01):

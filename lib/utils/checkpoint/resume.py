@@ -193,8 +193,9 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
     named = (past.manifest["state"]["best"] or {"metric": ""})["metric"].rpartition("/")[0]
-    split = named or min((one for one in splits if one.startswith("val")), default="")
-    if {f"{split} digest", f"{split} samples"} & texts.keys():
+    firsts = [min((one for one in data if one.startswith("val")), default="") for data in (before, plan.data)]
+    chosen = {named} if named else {one.partition(" ")[0] for one in firsts}
+    if chosen & {name.partition(" ")[0] for name in texts}:
         past.manifest["state"]["best"] = None  # it was measured on other data
     return text
 

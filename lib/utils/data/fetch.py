@@ -19,15 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyright: ignore[reportAttributeAccessIssue]
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    Subset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.plan import MicroBatch
@@ -43,15 +35,13 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
     if isinstance(dataset, Subset) and name not in vars(dataset):
         return option(dataset.dataset, name, default)
-    if isinstance(dataset, ConcatDataset) and name == "listing" and not hasattr(dataset, name):
-        found = [option(part, name) for part in dataset.datasets]
-        return found if any(one is not None for one in found) else None
-    if isinstance(dataset, ConcatDataset) and name in ("collate_fn", "on_device") and not hasattr(dataset, name):
-        first, *others = (option(part, name, default) for part in dataset.datasets)
-        if any(one != first for one in others):
+    is_function = name in ("collate_fn", "on_device")
+    if isinstance(dataset, ConcatDataset) and (is_function or name == "listing") and not hasattr(dataset, name):
+        found = [option(part, name, default) for part in dataset.datasets]
+        if is_function and any(one != found[0] for one in found):
             raise UsageError(f"the parts of a ConcatDataset have different {name}: set its own")
-        return first
-    if name in ("collate_fn", "on_device") and not hasattr(dataset, name):
+        return found[0] if is_function or all(one is None for one in found) else found
+    if is_function and not hasattr(dataset, name):
         for inner in [one for one in nested(dataset) if getattr(one, name, None)]:
             fault = f"a {type(dataset).__name__} wraps a {type(inner).__name__}"
             raise UsageError(f"{fault}, whose {name} would not be used: set its own, maybe to None")
@@ -244,7 +234,7 @@ def begin_worker(parent: int, number: int) -> None:
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # that is, with the thread that started it: the main one
     if os.getppid() != parent:  # it was gone before that
         os._exit(FAILED)
-    vars(get_worker_info().dataset)["places"] = inherited_places()  # pyright: ignore[reportOptionalMemberAccess]
+    vars(torch.utils.data.get_worker_info().dataset)["places"] = inherited_places()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def inherited_places() -> dict[int, int]:

@@ -184,12 +184,14 @@ def test_a_run_on_other_data_is_refused_like_a_changed_flag(first, then, message
 
 
 def test_a_best_value_counts_no_more_once_the_validation_data_are_others():
-    args, past = parsed("-allow_change data"), resume.Past(Path("x"), {"state": {"best": {}}}, [], 0, {})
-    plan = resume.plan(args, {"samples": 50, "val digest": "a"}, World(), {})
-    for digest, best in (("a", {}), ("b", None)):
-        now = dataclasses.replace(plan, data={**plan.data, "val digest": digest})
-        resume.check_flags(args, now, past, resume.config_to_save(args, plan), {"val": []})
-        assert past.manifest["state"]["best"] == best
+    args, one, other = parsed("-allow_change data"), {"samples": 50, "val digest": "a"}, {"val_b digest": "b"}
+    both, new = {**one, **other}, {**one, "val digest": "c"}
+    stays, ends = [("loss", one, both), ("val/loss", both, one)], [("loss", one, new), ("loss", both, other)]
+    for metric, before, after in stays + ends:
+        past = resume.Past(Path("x"), {"state": {"best": {"metric": metric}}}, [], 0, {})
+        then, now = (resume.plan(args, {"samples": 50, **data}, World(), {}) for data in (before, after))
+        resume.check_flags(args, now, past, resume.config_to_save(args, then), {"val": []})
+        assert bool(past.manifest["state"]["best"]) == ((metric, before, after) in stays)
 
 
 def test_another_version_of_a_library_is_named_as_what_may_have_changed_the_samples(tmp_path, capfd, monkeypatch):

@@ -165,7 +165,5 @@ def test_a_run_trains_the_same_bits_from_s3_from_a_bad_web_server_and_from_a_dis
     disk = run(tmp_path / "out", f"{flags} -data {shards} -cpu 1 -model disk")
     run(tmp_path / "out", f"{flags} -data {bucket} -cpu 2 -workers 1 -limit_steps 3 -model mixed", wanted=75)
     run(tmp_path / "out", f"{flags} -data {web}/busy/shards -cpu 3 -limit_steps 4 -model mixed", wanted=75)
-    mixed = run(
-        tmp_path / "out", f"{flags} -data {bucket} -cpu 2 -workers 2 -cache_gb 1 -model mixed"
-    )  # no thread stays here
+    mixed = run(tmp_path / "out", f"{flags} -data {bucket} -cpu 2 -workers 2 -cache_gb 1 -model mixed")
     assert same_tensors(weights(disk), weights(mixed))

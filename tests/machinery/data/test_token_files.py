@@ -101,10 +101,8 @@ def test_another_token_at_the_begin_in_the_middle_or_at_the_end_is_other_data(fo
 
 
 FOREIGN = ["{", "[1]", "\0", "[" * 100_000, '{"vocab_size": 65}', '{"vocabulary": "65", "type": "uint16"}']
-FOREIGN += [
-    json.dumps({"vocabulary": 60} | odd)
-    for odd in ({"train": "train.bin"}, {"train": None}, {"val": [1]}, {"vocabulary": True}, {"vocabulary": -5})
-]
+ODD = ({"train": "train.bin"}, {"train": None}, {"val": [1]}, {"vocabulary": True}, {"vocabulary": -5})
+FOREIGN += [json.dumps({"vocabulary": 60} | odd) for odd in ODD]
 
 
 def test_beside_a_foreign_meta_json_the_vocabulary_must_be_given(folder):

@@ -20,7 +20,7 @@ from processes import ROOT
 import train
 from lib import launch
 from lib.launch import local
-from lib.utils.errors import STOPPED
+from lib.utils import distributed, errors
 from scripts import check_resume
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
@@ -122,7 +122,7 @@ def test_an_abort_that_follows_another_ranks_failure_does_not_hide_it():
     assert local.failed_rank([None, 75, 0]) is None
 
 
-@pytest.mark.parametrize(("forwarded", "code"), [([signal.SIGTERM], STOPPED), ([], -signal.SIGTERM)])
+@pytest.mark.parametrize(("forwarded", "code"), [([signal.SIGTERM], errors.STOPPED), ([], -signal.SIGTERM)])
 def test_a_rank_that_a_signal_ends_before_its_handler_is_installed_is_no_failure(forwarded, code, tmp_path):
     context = multiprocessing.get_context("fork")
     process = context.Process(target=signal.pause)
@@ -204,6 +204,8 @@ def test_a_process_counts_as_launched_if_its_rank_fits_its_world_size(rank, is_o
     for given in ({"RANK": rank, "WORLD_SIZE": "2"}, {"RANK": "0"}, {"WORLD_SIZE": "2"}):
         monkeypatch.setattr(os, "environ", given)
         assert launch.is_launched() == (is_one and len(given) == 2)
+    with pytest.raises(errors.UsageError, match="without MASTER_ADDR"):
+        distributed.join(parsed("-cpu 1")).__enter__()
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&-"])

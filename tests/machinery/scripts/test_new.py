@@ -96,9 +96,8 @@ def install(folder):
 def count_links(folder) -> int:
     """The number of links to files in a project's pages, each of which must be there."""
     pages = [folder / name for name in tracked(folder) if name.endswith(".md")]
-    links = [
-        page.parent / one for page in pages for one in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
-    ]
+    found = [(page.parent, re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())) for page in pages]
+    links = [place / one for place, names in found for one in names]
     assert not [link for link in links if not link.exists()]
     return len(links)
 

@@ -302,6 +302,16 @@ def evaluate_teacher(self, split):
     return figures
 
 
+class Habit(trainer.Trainer):
+    def on_evaluations(self, split, figures): ...
+
+
+def test_a_method_that_nothing_calls_is_named(tmp_path):
+    with plugins(trainer={"habit": type("Inherits", (Habit,), {})}):
+        said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -cpu 1"))
+    assert f"nothing calls on_evaluation{'s'}: the usual trainer has none (do you mean on_evaluation" in said
+
+
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
     with plugins(trainer={"shadow": type("Shadow", (Distils,), {"evaluate": evaluate_teacher})}):
         folder = run(tmp_path, f"{FLAGS} -trainer shadow -cpu 1")
@@ -361,10 +371,7 @@ def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatc
 
 
 def test_a_loss_that_is_no_mean_over_targets_is_refused(monkeypatch, refused):
-    odd = {
-        "has reduction='sum': it must": {"reduction": "sum"},
-        "sum of its class weights": {"weight": torch.ones(4)},
-    }
+    odd = {"has reduction='sum': it must": {"reduction": "sum"}, "of its class weights": {"weight": torch.ones(4)}}
     for message, options in odd.items():
         monkeypatch.setattr(loss, "get_loss", lambda args, options=options: nn.CrossEntropyLoss(**options))
         assert message in refused(f"{FLAGS} -cpu 1")
@@ -599,13 +606,11 @@ class Keeps(trainer.Trainer):
 
 
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
-OF_SAMPLES = [
-    f"the {split} samples' {name}" for split in ("train", "val") for name in ("level", "sampler", "transform")
-]
-OF_SAMPLES = [f"{name} (unseen by loaders: see set_epoch)" for name in OF_SAMPLES]
+UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "sampler", "transform")
+OF_SAMPLES = [f"the {split} samples' {name} {UNSEEN}" for split in ("train", "val") for name in OWN]
 COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
 EVERYWHERE = ["1.weight.calls", "helpers.calls", "lib.core.optimizer.HISTORY", *COUNTS]
-EVERYWHERE += [f"the train samples' {one} (unseen by loaders: see set_epoch)" for one in ("on_device", "weights")]
+EVERYWHERE += [f"the train samples' {one} {UNSEEN}" for one in ("on_device", "weights")]
 KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
 
 
@@ -968,9 +973,8 @@ class ThawsUnderDDP(trainer.Trainer):
 
 
 WHOLE_TEACHER = with_change(lambda self: self.teacher.requires_grad_(True), Distils)
-SECOND_MODULE = with_change(
-    lambda self: setattr(self, "own", torch.optim.SGD(self.layer.parameters(), 0.1)), Forgotten
-)
+OWN_OPTIMIZER = lambda self: setattr(self, "own", torch.optim.SGD(self.layer.parameters(), 0.1))  # noqa: E731
+SECOND_MODULE = with_change(OWN_OPTIMIZER, Forgotten)
 
 
 @pytest.mark.parametrize("edit", [SECOND_MODULE, ThawsUnderDDP, Distils, WHOLE_TEACHER])

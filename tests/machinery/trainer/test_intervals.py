@@ -205,7 +205,8 @@ def test_a_run_that_is_to_end_where_it_already_is_begins_with_its_last_validatio
 
 
 def test_steps_and_epochs_exclude_each_other_and_the_command_line_wins_over_a_file(tmp_path):
-    assert "-epochs and -steps exclude each other" in refusal("-epochs 3 -steps 10")
+    for flags in ("-epochs 3 -steps 10", "-resume one -weights other"):
+        assert "exclude each other" in refusal(flags)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({"steps": 10, "weights": "x"}))
     args = config.parse_args(["-cfg", str(file), "-epochs", "3", "-eval"])
