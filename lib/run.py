@@ -83,10 +83,9 @@ class Run:
         if folder:
             about = {**runtime.describe(world), "classes": self.plan.data["classes"], **self.skipped}
             start = resume.config_to_save(args, self.plan)
-            settings = to_yaml(args, about, {name: start[name] for name in resume.SETTLED})
             if self.past and self.past.folder.parent != folder.path / "checkpoints":
                 start["resume"] = str(self.past.folder.absolute())
-            folder.begin(settings, start)
+            folder.begin(to_yaml(args, about, {name: start[name] for name in resume.SETTLED}), start)
         console.setup_logging(folder and folder.path, world.rank)
         log.info("threads:     %d", torch.get_num_threads())
         if self.mirror:

@@ -31,5 +31,4 @@ def get_model(args) -> nn.Module:
 def _layer(before, after):
     # GroupNorm and not BatchNorm: what a sample gives does not depend on which others share its micro-batch, so any
     # number of processes trains the same (Wu and He, arXiv:1803.08494).
-    norm = nn.GroupNorm(math.gcd(8, after), after)
-    return nn.Conv2d(before, after, 3, padding=1, bias=False), norm, nn.GELU()
+    return nn.Conv2d(before, after, 3, padding=1, bias=False), nn.GroupNorm(math.gcd(8, after), after), nn.GELU()

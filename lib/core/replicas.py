@@ -34,7 +34,7 @@ FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate 
 MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "trained"}  # by the trainer itself
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()}  # the last ones: of CrossEntropy
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data))|.*/python3[^/]*/"
+NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data|monitoring))|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
@@ -89,12 +89,16 @@ class Checks:
 
     def marks(self) -> dict[str, Any]:
         """Return marks of what no pass should change on this rank."""
-        marks = self.checksums(lambda name, _: not is_statistic(name)) | {"torch's seed": torch.initial_seed()}
-        world = self.trainer.world  # gloo alone is known to count
-        group: Any = torch.distributed.group.WORLD if world.size > 1 and world.device.type == "cpu" else None
-        if group and self.trainer.plan.engine == "exact" and self.trainer.args.parallel != "fsdp":  # which calls some
-            marks["the number of collectives"] = group._get_sequence_number_for_group()
-        return marks
+        others = {"torch's seed": torch.initial_seed(), "self.state": repr(self.trainer.state)}
+        others["the number of collectives"] = self.count_collectives()
+        return self.checksums(lambda name, _: not is_statistic(name)) | others
+
+    def count_collectives(self) -> int:
+        """Return how many this rank has joined; 0 where passes have some (DDP's, FSDP's), or no backend counts."""
+        world, is_exact = self.trainer.world, self.trainer.plan.engine == "exact"
+        is_counted = is_exact and self.trainer.args.parallel != "fsdp" and world.device.type == "cpu"
+        group: Any = torch.distributed.group.WORLD if is_counted and world.size > 1 else None
+        return group._get_sequence_number_for_group() if group else 0
 
     def checksums(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, Any]:
         """Return marks of the parts' wanted tensors on this rank, and of other states."""

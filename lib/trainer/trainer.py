@@ -55,13 +55,8 @@ class Trainer:
         self.total_steps = self.plan.total_steps
         self.val_splits = sorted(split for split in loaders if split.startswith("val"))  # val first, if it is there
         scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
-        self.schedule = {
-            "kind": args.lr_schedule,
-            "total": self.total_steps,
-            "warmup": args.lr_warmup * self.plan.steps,
-            "start": args.lr_start * scale,
-            "end": args.lr_end * scale,
-        }
+        self.schedule = {"kind": args.lr_schedule, "total": self.total_steps, "warmup": args.lr_warmup * self.plan.steps}
+        self.schedule |= {"start": args.lr_start * scale, "end": args.lr_end * scale}
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
@@ -72,8 +67,7 @@ class Trainer:
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
-        kept = {"keep_last": args.keep_last, "keep_hours": args.keep_hours}
-        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
+        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, args.keep_last, args.keep_hours)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
         self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
@@ -113,7 +107,10 @@ class Trainer:
                 if not self.is_done():  # an earlier start may be past the limit
                     self.stop.check_limit(self.state.step, self.args.limit_steps)
                 while not (self.stop.agreed or self.is_done()):
+                    epoch = self.state.epoch
                     self.train_epoch()
+                    if self.state.epoch == epoch and not (self.stop.agreed or self.is_done()):
+                        raise UsageError("not all steps of an epoch were counted: train_step must count each, once")
                 figures = self.evaluate_test()
             except preemption.Stopped:  # in an evaluation, which the next start repeats
                 figures = None
@@ -259,7 +256,7 @@ class Trainer:
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         is_default = type(self).set_learning_rate is Trainer.set_learning_rate
         for group in self.scheduled_groups():
-            if is_default and group["lr"] != group.get("lr_set", group["lr"]):
+            if is_default and (group["lr"] != group.get("lr_set", group["lr"]) or "initial_lr" in group):
                 fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
                 raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
             group["lr"] = group["lr_set"] = lr * group["lr_scale"]
@@ -355,7 +352,8 @@ class Trainer:
         others = metrics.means(self.metrics.reduce())  # it may fail, and loses nothing then
         interval = self.loss_sums.reduce()
         state.sums |= {name: state.sums.get(name, 0.0) + value for name, value in interval.items()}
-        figures = {"loss": metrics.mean_loss(interval), "loss_mean": metrics.mean_loss(state.sums)}
+        both = {"loss": interval, "loss_mean": state.sums}.items()
+        figures = {name: one["loss"] / one["samples"] if one.get("samples") else math.nan for name, one in both}
         figures |= {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": state.grad_norm}
         speed = self.rate.interval(state) | {"save_s": self.checkpoints.took_s}
         self.logger.log_training(state, figures, others, speed)
@@ -422,8 +420,11 @@ class Trainer:
             is_stopped, self.measured = False, self.checks.norms()
             for micro_batch, batch in self.loaders[split].epoch(0):
                 count = self.count_targets(batch, micro_batch.count)
+                before = self.checks.count_collectives()
                 with self.precision:
                     given = self.evaluation_step(self.model, batch, count)
+                if self.checks.count_collectives() != before:
+                    raise UsageError("evaluation_step exchanges values, also those of padding: return Ratio(sum, count)")
                 if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
                     totals.update(given, micro_batch.count)
                 if is_stopped := self.may_stop and self.stop.tick(training=False):

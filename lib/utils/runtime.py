@@ -45,8 +45,7 @@ def configure_kernels(world: World, deterministic: bool) -> None:
 def choose_threads(args: Namespace, world: World, saved: int | None) -> None:
     """Set the number of torch's threads, the same on all ranks and starts: sums by another one have other bits."""
     wanted = args.threads or saved or distributed.user_threads() or cores_per_process(world)
-    count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
-    torch.set_num_threads(count)
+    torch.set_num_threads(-int(distributed.all_reduce_max([-wanted], world)[0]))  # the least: machines may differ
 
 
 def cores_per_process(world: World) -> int:

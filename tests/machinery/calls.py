@@ -91,8 +91,7 @@ class Calls:
     def put(self, fd, data, offset=None):
         data = bytes(data)
         handle, where, flags = self.files[fd]
-        here = os.lseek(fd, 0, os.SEEK_END if flags & os.O_APPEND else os.SEEK_CUR)
-        at = here if offset is None else offset
+        at = os.lseek(fd, 0, os.SEEK_END if flags & os.O_APPEND else os.SEEK_CUR) if offset is None else offset
 
         def act(count):
             done = 0

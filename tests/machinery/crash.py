@@ -114,8 +114,7 @@ def _run(save, folder, failure):
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
-        watch = calls.Calls(folder, failure)
-        _save_and_report(save, watch, sink)
+        _save_and_report(save, calls.Calls(folder, failure), sink)
     os.close(sink)
     data = b""
     while select.select([source], [], [], LIMIT)[0] and (block := os.read(source, 1 << 20)):

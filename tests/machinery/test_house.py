@@ -72,8 +72,7 @@ def test_the_readme_and_the_pages_stay_below_their_word_limits():
 def test_the_lock_has_an_exact_version_of_each_direct_dependency():
     lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines), "no URLs, no ranges"
-    project = (ROOT / "pyproject.toml").read_text()
-    direct = re.findall(r'^    "([\w-]+)[<>=]', project, re.M)
+    direct = re.findall(r'^    "([\w-]+)[<>=]', (ROOT / "pyproject.toml").read_text(), re.M)
     assert len(direct) > 12 and {name.lower() for name in direct} <= {line.partition("==")[0] for line in lines}
 
 

@@ -30,7 +30,7 @@ def new_version(path: Path) -> Iterator[Path]:
         publish(partial, path)
     except OSError as error:
         if error.filename == str(partial):
-            error.filename, error.filename2 = str(path), None  # the name that people know
+            raise OSError(error.errno, error.strerror, str(path)) from None  # the name that people know
         raise
     finally:
         with contextlib.suppress(OSError):

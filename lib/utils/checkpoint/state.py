@@ -133,8 +133,7 @@ class Parts:
         parameters = self.parameters()
         for name, parameter in parameters.items():
             if parameter.requires_grad == (name in states["frozen"]):
-                kind = "frozen" if parameter.requires_grad else "trained"
-                log.warning("%s is %s, as in the checkpoint", name, kind)
+                log.warning("%s is %s, as it was saved", name, "frozen" if parameter.requires_grad else "trained")
             parameter.requires_grad_(name not in states["frozen"])
         for part, other in self.others.items():
             if state := decode(states[part], tensors):  # that of a scaler which is off is empty

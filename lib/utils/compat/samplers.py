@@ -69,21 +69,24 @@ class InterruptableDistributedSampler(DistributedSampler):
 
     def state_dict(self) -> dict[str, int]:
         """Return the progress. `start` places were consumed before the number of ranks became `num_replicas`."""
-        return {name: getattr(self, name) for name in ("epoch", "progress", "start", "num_replicas")}
+        state = {name: getattr(self, name) for name in ("epoch", "progress", "start", "num_replicas")}
+        return {**state, "units": self._units()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from a state of any number of ranks; cycling_utils' own is taken to be of as many as now.
 
-        Raises AdvancedTooFarError, and changes nothing, if the state is of more samples than the dataset has.
+        Changes nothing and raises AdvancedTooFarError if the state is of more samples than there are, ValueError if
+        it is of another number, within an epoch (of batches, where they are grouped).
         """
         start, progress = state_dict.get("start", 0), state_dict["progress"]
         replicas = state_dict.get("num_replicas", self.num_replicas)
         self._check(progress, self._share(start, replicas))
-
+        units, has_begun = state_dict.get("units", self._units()), bool(start or progress)
+        if has_begun and units != self._units():
+            raise ValueError(f"the state is of {units} samples or batches, and there are {self._units()}")
         same = replicas == self.num_replicas
         self._begin(start if same else start + progress * replicas)
-        self.progress = progress if same else 0
-        self.epoch = state_dict["epoch"]
+        self.progress, self.epoch, self._advanced = progress if same else 0, state_dict["epoch"], has_begun
 
     def _units(self) -> int:
         return len(self.dataset)
@@ -152,15 +155,12 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
         """All batches of the epoch in turn: batch k is samples[first[k]:last[k]]."""
         drawn = order(len(self.dataset), self.seed, self.epoch, self.shuffle)
         by_group = torch.argsort(self._groups[drawn], stable=True)
-
         group = torch.repeat_interleave(self._batches_of)
         number = torch.arange(len(group), device="cpu") - (self._batches_of.cumsum(0) - self._batches_of)[group]
         end = self._sizes.cumsum(0)
         first = (end - self._sizes)[group] + number * self.batch_size
         last = torch.minimum(first + self.batch_size, end[group])
-
-        short = last - first < self.batch_size
-        turn = torch.argsort(by_group[last - 1] + len(drawn) * short)
+        turn = torch.argsort(by_group[last - 1] + len(drawn) * (last - first < self.batch_size))  # short ones last
         return drawn[by_group], first[turn], last[turn]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.utils import distributed
-from lib.utils.data import fetch
+from lib.utils import distributed, seeding
+from lib.utils.data import fetch, plan
 from lib.utils.data.fetch import MapDataset, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -30,6 +30,8 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
     facts: dict[str, Any] = {"classes": _class_names(splits["train"]), "sampler digest": "none"}
+    seeding.seed(seeding.SAMPLER)
+    facts["order digest"] = _digest([plan.order(99, 0, 0), torch.initial_seed()], "")  # of plan.py and seeding.py
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         names, of_train = _class_names(part), facts["classes"]
@@ -47,7 +49,7 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
                 raise UsageError(f"the sampler of {name} gives {count} samples at first, and others in a later epoch")
             first, *firsts = (_digest(one, "") for one in (order, again[0], again[1], again[3]))
             facts["sampler digest"] = f"{first} {_digest(later, '')}" if {*firsts} == {first} else NEVER_THE_SAME
-        all_ranks = distributed.gather((count, digest, listing, facts["sampler digest"]), world)
+        all_ranks = distributed.gather((count, digest, listing, facts), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:
             fault = f"-dataset {args.dataset}: the {name} samples of rank {odd[0]} are not those of rank 0"

@@ -70,7 +70,7 @@ class Sums:
                 is_known = is_plain and len(shape) <= is_ratio and "[" not in name
                 if not is_known or self.shapes.setdefault(name, shape) != shape:
                     raise UsageError(f"metric {name!r} is made of {part!r:.40}: give numbers, or a Ratio of vectors")
-                self.terms.setdefault(key, []).append(part.detach() if isinstance(part, Tensor) else part)
+                self.terms.setdefault(key, []).append(part.detach().clone() if isinstance(part, Tensor) else part)
                 if len(self.terms[key]) > MAX_TERMS:
                     self.add(exact({key: self.terms.pop(key)}))
         return self
@@ -126,11 +126,6 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) if values else math.nan for name, values in found.items()}
 
 
-def mean_loss(sums: dict[str, float]) -> float:
-    """Return the mean over samples of a sum of losses, or NaN if nothing was counted."""
-    return sums["loss"] / sums["samples"] if sums.get("samples") else math.nan
-
-
 def check_same(figures: dict[str, Any], world: distributed.World) -> None:
     """Raise UsageError, on all ranks, if they have other figures, as those of what each has collected by itself."""
     texts = distributed.gather({name: str(value) for name, value in figures.items()}, world)  # NaN is like NaN
@@ -156,8 +151,7 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
             log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
         return None
     sign = -1 if direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER) else 1
-    loss = "/".join([*name.split("/")[:-1], "loss"])  # outputs that are NaN have an accuracy, too
-    for figure in (name, loss):
+    for figure in (name, "/".join([*name.split("/")[:-1], "loss"])):  # outputs that are NaN have an accuracy, too
         if math.isnan(figures.get(figure, 0.0)):
             log.warning("no best weights of this validation: its %s is NaN", figure)
             return None

@@ -32,8 +32,7 @@ def test_a_save_contains_the_state_at_its_beginning_whatever_changes_then(tmp_pa
     assert checkpoints.saving and not names(tmp_path) and not may_continue.is_set()
     may_continue.set()
     checkpoints.close()
-    saved = saves.tensors(tmp_path / "checkpoints" / "000001_step_3")
-    assert same_tensors(saved, now)
+    assert same_tensors(saves.tensors(tmp_path / "checkpoints" / "000001_step_3"), now)
 
 
 def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path, monkeypatch):
@@ -138,8 +137,7 @@ def test_best_is_the_highest_score_and_never_nan(caplog):
             best = metrics.new_best(best, dict.fromkeys(("rec", "loss", "mae"), value), flag, epoch + 1) or best
         assert best["evaluation"] == {3: 3, 1: 2}[wanted] and best["metric"] == flag.partition(":")[0]
     assert metrics.new_best(None, {"rec": 1.0}, None, 1) is None
-    turned = {"metric": "rec", "value": 9.0, "score": 9.0}
-    assert metrics.new_best(turned, {"rec": 1.0}, "rec:min", 6)
+    assert metrics.new_best({"metric": "rec", "value": 9.0, "score": 9.0}, {"rec": 1.0}, "rec:min", 6)
     for said in ("the validation gives rec; choose one by -best", "its val_a/loss is NaN"):
         assert said in caplog.text
 
@@ -148,8 +146,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(refus
     size = 3 * (4 * (64 * 24 + 24 * 4 + 4 + 4 * 24) + 8)  # weights and BatchNorm; as much twice for AdamW
     for cpu in (1, 2):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size - 1))
-        line = refused(f"{SMALL} -cpu {cpu}")
-        assert f"a checkpoint takes about {size:,} bytes, and {size - 1:,} are free" in line
+        assert f"a checkpoint takes about {size:,} bytes, and {size - 1:,} are free" in refused(f"{SMALL} -cpu {cpu}")
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
         run(tmp_path, f"{SMALL} -cpu {cpu} -model enough_{cpu}")
 

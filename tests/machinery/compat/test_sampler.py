@@ -106,6 +106,8 @@ def test_set_epoch_is_refused_during_an_epoch():
             attempt()
     fewer = samplers(2, 10, state=sampler.state_dict())[0]
     assert fewer.progress == 0 and len(fewer) == 3
+    with pytest.raises(ValueError, match="of 10 samples or batches, and there are 11"):
+        samplers(1, 11, state=sampler.state_dict())
     fewer.reset_progress()
     fewer.set_epoch(2)
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)

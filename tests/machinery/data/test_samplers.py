@@ -89,8 +89,7 @@ _plugins = file_plugins(dataset={**{name: with_sampler(name) for name in SAMPLER
 @pytest.mark.parametrize("name", ["weighted", "rotated", "as_list"])
 def test_a_sampler_gives_the_same_run_on_any_number_of_processes_and_after_a_stop(name, tmp_path):
     flags = FLAGS.replace("-dataset few", f"-dataset {name}")
-    one = same_bits_everywhere(tmp_path, flags, (3, 2))
-    assert distance(one, run(tmp_path, f"{FLAGS} -cpu 1 -model usual"))
+    assert distance(same_bits_everywhere(tmp_path, flags, (3, 2)), run(tmp_path, f"{FLAGS} -cpu 1 -model usual"))
 
 
 @pytest.mark.parametrize("more", ["-shuffle no", "-overfit 20"])

@@ -94,8 +94,7 @@ def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(
 def test_balanced_classes_come_equally_often():
     part = rare(None)["train"]
     sampling.add_sampler(part, parsed("-balance"))
-    labels = part.tensors[1][fetch.draw_order(part, 0, 0) % len(part)]
-    _, times = labels.unique(return_counts=True)
+    _, times = part.tensors[1][fetch.draw_order(part, 0, 0) % len(part)].unique(return_counts=True)
     assert {*times.tolist()} == {16, 17}, "50 samples of three classes, most of which are of class 0"
 
 

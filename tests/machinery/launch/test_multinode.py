@@ -79,8 +79,7 @@ def test_the_bits_are_the_same_after_a_node_is_replaced_by_an_empty_or_old_one(f
             shutil.copytree(tmp_path / "past", node, symlinks=True)
     run(tmp_path, f"{SMALL} -cpu 2")
     assert distance(one, finished_run) == 0.0
-    result = outcome(one)
-    assert [result[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
+    assert [outcome(one)[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
     assert _tensors_of(one) == _tensors_of(two) == _tensors_of(finished_run)
     for name in ("best", "final"):
         assert len({(each / name / "weights.safetensors").read_bytes() for each in (one, two)}) == 1, name

@@ -42,8 +42,7 @@ def check_resumes(start, name, uninterrupted, *flags, **how):
     run = start(name, *flags, **how)
     assert run.wait() == 0, run.text()
     assert "resuming from" in run.text()
-    outcome = run.outcome()
-    assert [outcome[name] for name in ("state", "step", "samples")] == ["finished", STEPS, 3 * 1259]
+    assert [run.outcome()[name] for name in ("state", "step", "samples")] == ["finished", STEPS, 3 * 1259]
     assert run.weights() == uninterrupted.weights()
 
 

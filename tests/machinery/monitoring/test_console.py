@@ -45,8 +45,7 @@ def on_a_terminal(code, *args):
     """The lines of a terminal of 80 columns, and its raw output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    command = [sys.executable, "-c", code, *map(str, args)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=theirs, stderr=theirs)
     os.close(theirs)
     written = b""
     with suppress(OSError):  # on Linux the error means that the other end is closed

@@ -80,8 +80,7 @@ def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run, tmp_
 def test_onnx_runs_as_the_page_says(trained_run):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs uv pip install --group export")
     run_export(trained_run, "-format", "onnx", "-from", "final")
-    page = (config.ROOT / "docs" / "resume.md").read_text()
-    [snippet] = re.findall(r"```python\n(session = .*?)```", page, re.S)
+    [snippet] = re.findall(r"```python\n(session = .*?)```", (config.ROOT / "docs" / "resume.md").read_text(), re.S)
     names = {"onnxruntime": onnxruntime, "images": np.random.rand(5, 1, 8, 8).astype(np.float32)}
     exec(snippet.replace("out/first/first.onnx", str(trained_run / "small.onnx")), names)
     wanted = model_of(trained_run)(torch.from_numpy(names["images"])).detach()

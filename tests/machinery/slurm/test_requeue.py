@@ -232,8 +232,7 @@ def test_modules_that_may_receive_a_signal_early_are_imported_without_torch():
         ("scripts.status", "torch"),
         (f"{checkpoint}.manager, {checkpoint}.resume, {checkpoint}.weights", "torch.distributed.tensor"),
     ):
-        probe = f"import {modules}, sys; sys.exit({avoided!r} in sys.modules)"
-        python("-c", probe)
+        python("-c", f"import {modules}, sys; sys.exit({avoided!r} in sys.modules)")
 
 
 def test_only_rank_0_of_a_stopped_job_exits_with_75(task, monkeypatch, tmp_path):

@@ -49,8 +49,7 @@ def background_jobs(code, out):
     """A run that reaches its time limit several times, and one that crashes, in the background of the other tests."""
     with Cluster(code, out) as one:
         job = one.submit("-model limited -cpu 1 -slow_s 1.7 -slurm_timeout 1 -slurm_signal_s 1")
-        doomed = one.submit("-model doomed -cpu 1 -slow_s 0.1 -slow_deadly 64")
-        yield one, job, doomed
+        yield one, job, one.submit("-model doomed -cpu 1 -slow_s 0.1 -slow_deadly 64")
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +100,7 @@ def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals
 
 
 def test_a_lost_task_costs_no_step(slurm, uninterrupted, out):
-    job = slurm.submit(f"-model one_lost -cpu 1 {LONG} -slow_lost 50")
-    job_info = slurm.wait_for_end(job)
+    job_info = slurm.wait_for_end(slurm.submit(f"-model one_lost -cpu 1 {LONG} -slow_lost 50"))
     assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("one_lost")()
     log = slurm.log("one_lost")()
     saved, resumed = (re.search(text, log) for text in (r"step (\d+) is saved", r"resuming .*step (\d+)"))

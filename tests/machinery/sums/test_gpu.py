@@ -83,8 +83,7 @@ def test_on_a_fake_card_runs_finish_and_resume_and_no_step_waits_for_the_device(
     flags += ["-max_bad_steps", "999", "-allow_change", "nan"]  # a card that computes nothing gives arbitrary norms
     env, waits = {**card, "CARDS": "2" if "0,1" in flags else "1"}, []
     for steps in ("4", "9"):
-        output = python(*flags, "-model", steps, "-limit_steps", steps, code=75, env=env)
-        waits.append(output.count("card: "))
+        waits.append(python(*flags, "-model", steps, "-limit_steps", steps, code=75, env=env).count("card: "))
     assert waits[0] == waits[1] > 0
     assert "resuming from" in python(*flags, "-model", "9", env=env)
 

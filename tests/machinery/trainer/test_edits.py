@@ -16,7 +16,7 @@ from runs import distance, lines, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 from truth import same_bits_everywhere
 
 import lib.arch
@@ -26,7 +26,7 @@ from lib.core import optimizer as optimizers
 from lib.trainer import ema, trainer
 from lib.utils import distributed
 from lib.utils.checkpoint import state
-from lib.utils.data import loader
+from lib.utils.data import loader, plan
 from lib.utils.monitoring.metrics import Ratio
 
 FLAGS = f"{SMALL} -log_every 1"
@@ -343,8 +343,7 @@ def test_the_norm_of_a_sharded_weight_is_logged(name, tmp_path):
 def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
     with plugins(trainer={"own": OwnRates}):
         alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0 -save_every 1steps")
-    manifest = state.read_manifest(alone / "checkpoints" / names(alone)[0])
-    groups = state.decode(manifest["states"]["optim"][1], {})
+    groups = state.decode(state.read_manifest(alone / "checkpoints" / names(alone)[0])["states"]["optim"][1], {})
     assert [group["lr_scale"] for group in groups] == pytest.approx([2.0, 0.2, 0.5, 2.0, 0.1])
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 
@@ -785,6 +784,13 @@ class NoSync(trainer.Trainer):
 PartCall = overriding(
     training_step=lambda self, batch: self.loss(nn.Sequential(*state.unwrap(self.model))(batch[0]), batch[1])
 )
+
+
+def exchanges(self, model, batch, count):
+    torch.distributed.all_reduce(torch.ones(2))
+    return {}
+
+
 OTHER_LOADER = overriding(on_epoch_end=lambda self: self.loaders.update(val=copy.copy(self.loaders["val"])))
 TWICE = overriding(backward=lambda self, *parts: [trainer.Trainer.backward(self, *parts) for _ in range(2)])
 LOGS = overriding(evaluation_step=lambda self, *_: self.log_scalar("sure", 1.0))
@@ -826,6 +832,9 @@ REFUSED = [  # flags and what is said
     (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
     (HOOKED, "-cpu 2 -parallel fsdp", "a parameter has a register_hook, which FSDP never calls"),
     (NO_NORM, "-cpu 1", "optimizer_step returns None: it must return the norm"),
+    (overriding(train_step=lambda self, batches: next(batches)), "-cpu 1", "not all steps of an epoch were counted"),
+    (with_change(lambda self: ConstantLR(self.optimizer)), "-cpu 1", "something set the learning rate to"),
+    (overriding(evaluation_step=exchanges), "-cpu 2", "evaluation_step exchanges values, also those of padding"),
     (RENAMES, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
     (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
@@ -894,8 +903,7 @@ def test_a_rate_that_something_else_sets_is_refused_and_a_removed_line_is_enough
     with plugins(trainer={"odd": NO_OVERRIDE}):
         assert "set_learning_rate" in refused(flags)
     with plugins(trainer={"odd": trainer.Trainer}):
-        fixed = run(tmp_path, f"{flags} -reset")
-        assert bits(fixed) == bits(run(tmp_path, f"{flags} -model plain"))
+        assert bits(run(tmp_path, f"{flags} -reset")) == bits(run(tmp_path, f"{flags} -model plain"))
 
 
 class CollectsPredictions(trainer.Trainer):
@@ -936,8 +944,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
 
     def forward(self, inputs):
-        hidden = self.inner(inputs.flatten(1))
-        return self.head(self.experts[int(inputs.mean() > inputs.flatten()[0])](hidden))
+        return self.head(self.experts[int(inputs.mean() > inputs.flatten()[0])](self.inner(inputs.flatten(1))))
 
 
 class LayerDrop(Experts):
@@ -1004,6 +1011,14 @@ def test_a_communication_hook_takes_effect_or_is_refused(tmp_path, monkeypatch, 
     assert "DDP's communication hook has no effect in the exact engine" in refused(f"{FLAGS} -cpu 2")
     folder = run(tmp_path, f"{STOCK} -model hooked", wanted=1)  # without the sum
     assert "the copies of model.1.weight differ: rank 1 and rank 0" in outcome(folder)["reason"]
+
+
+def test_an_order_that_is_another_on_a_rank_or_at_a_start_is_refused(tmp_path, monkeypatch, refused):
+    run(tmp_path, f"{FLAGS} -limit_steps 4", wanted=75)
+    monkeypatch.setattr(plan, "order", lambda samples, *_: torch.arange(samples) + torch.distributed.get_rank())
+    assert "the train samples of rank 1 are not those of rank 0" in refused(f"{FLAGS} -cpu 2")
+    monkeypatch.setattr(plan, "order", lambda samples, *_: torch.arange(samples))
+    assert "order digest was" in refused(FLAGS)
 
 
 def test_an_order_of_ones_own_and_groups_by_name_are_the_same_everywhere(tmp_path, monkeypatch):

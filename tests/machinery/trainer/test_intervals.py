@@ -77,8 +77,7 @@ def test_a_run_that_stops_anywhere_goes_on_with_the_same_bits_and_the_same_log(s
 
 
 def test_early_stopping_counts_validations(tmp_path):
-    folder = run(tmp_path, f"{STEPS} -cpu 1 -best loss:max -stop_after 2")
-    result = outcome(folder)
+    result = outcome(run(tmp_path, f"{STEPS} -cpu 1 -best loss:max -stop_after 2"))
     assert (result["step"], result["evaluations"], result["best"]["step"]) == (9, 3, 3), "the loss falls"
     assert result["reason"].startswith("-stop_after 2")
 
@@ -159,8 +158,7 @@ def test_saves_by_minutes_come_when_all_ranks_have_voted(more, least, tmp_path, 
     began = SimpleNamespace(monotonic=lambda: -math.inf, time=lambda: 0.0)  # the last save
     monkeypatch.setattr(manager, "time", began)
     monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
-    folder = run(tmp_path, f"{SMALL} -cpu 2 {more} -save_every 5minutes -keep_last 99")
-    assert len(saves.steps(folder)) >= least
+    assert len(saves.steps(run(tmp_path, f"{SMALL} -cpu 2 {more} -save_every 5minutes -keep_last 99"))) >= least
 
 
 def test_automatic_saves_come_as_often_as_they_are_cheap_and_change_no_bit(tmp_path, monkeypatch):
@@ -198,8 +196,7 @@ def test_another_batch_in_mid_epoch_brings_no_validation_twice_and_each_step_cou
 def test_a_run_that_is_to_end_where_it_already_is_begins_with_its_last_validation(tmp_path):
     flags = f"{STEPS} -cpu 1 -best loss:max"
     run(tmp_path, f"{flags} -limit_steps 8", wanted=75)
-    folder = run(tmp_path, f"{flags.replace('-steps 10', '-steps 7')} -allow_change steps")
-    result = outcome(folder)
+    result = outcome(run(tmp_path, f"{flags.replace('-steps 10', '-steps 7')} -allow_change steps"))
     assert (result["state"], result["step"], result["evaluations"]) == ("finished", 8, 3)
     assert result["test"] != result["test_best"] and result["best"]["evaluation"] == 1, "the loss falls"
 

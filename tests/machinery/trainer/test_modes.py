@@ -169,5 +169,4 @@ def test_a_model_that_draws_in_evaluation_has_the_same_figures_everywhere(datase
         assert "differ each time" not in log_of(one), "the global generators are seeded"
         for folder, cpu in ((one, 2), (two, 1)):
             train.main([*f"{flags} -eval -cpu {cpu} -model {folder.name} -out {tmp_path}".split()])
-            found = json.loads((folder / "eval.json").read_text())["val"]["loss"]
-            assert found == outcome(folder)["best"]["value"]
+            assert json.loads((folder / "eval.json").read_text())["val"]["loss"] == outcome(folder)["best"]["value"]

@@ -138,8 +138,7 @@ def norm_over_places(args):
 @pytest.mark.parametrize(("samples", "flags"), [(33, ""), (19, "-micro_batch 2"), (32, "-micro_batch 1")])
 def test_a_single_sample_that_batchnorm_cannot_train_on_is_said(samples, flags, tmp_path):
     with plugins(dataset={"odd": lambda args: few(args, samples)}, arch={"places": norm_over_places}):
-        folder = run(tmp_path, f"{FLAGS} {flags} -model rows -cpu 2", wanted=1)
-        assert "take -drop_last" in outcome(folder)["reason"]
+        assert "take -drop_last" in outcome(run(tmp_path, f"{FLAGS} {flags} -model rows -cpu 2", wanted=1))["reason"]
         run(tmp_path, f"{FLAGS} {flags} -arch places -model places")
         if samples % 16:
             run(tmp_path, f"{FLAGS} {flags} -drop_last -model dropped")
