@@ -12,7 +12,7 @@ from lib import config
 from lib.config import flags, types
 from lib.utils.errors import UsageError
 
-NOT_DRAWN = ("cfg", "gpus", "steps", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "trainer", "ngrok", "mirror")
+NOT_DRAWN = "cfg gpus steps bf16 micro_batch lr_end batch_per_gpu trainer ngrok mirror weights".split()
 UNCHECKED = [HealthCheck.function_scoped_fixture]
 RELAXED = settings(deadline=None, derandomize=True, max_examples=50, suppress_health_check=UNCHECKED)
 
