@@ -186,7 +186,7 @@ def check_names(trainer: Any) -> None:
         text = "".join(inspect.getsource(one) for one in {sys.modules[kind.__module__] for kind in own_kinds})
         for name in [name for kind in own_kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]:
             if not (hasattr(base, name) or hasattr(nn.Module, name) or re.search(rf"(?<!def )\b{name}\b", text)):
-                log.warning("nothing calls %s: the usual trainer has none%s", name, suggest(name, vars(base)))
+                log.warning("the trainer never calls %s: the usual one has none%s", name, suggest(name, vars(base)))
     for name, own in sorted(vars(trainer).items()):
         replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)

@@ -309,7 +309,7 @@ class Habit(trainer.Trainer):
 def test_a_method_that_nothing_calls_is_named(tmp_path):
     with plugins(trainer={"habit": type("Inherits", (Habit,), {})}):
         said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -cpu 1"))
-    assert f"nothing calls on_evaluation{'s'}: the usual trainer has none (do you mean on_evaluation" in said
+    assert f"the trainer never calls on_evaluation{'s'}: the usual one has none (do you mean on_evaluation" in said
 
 
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
