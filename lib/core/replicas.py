@@ -130,8 +130,7 @@ class Checks:
         is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # 1 to 8, later each 4th
         now = plain_values(self.trainer) if self.values and is_turn and state.step != self.agreed else {}
         same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
-        if now:
-            self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()}
+        self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()} if now else self.fixed
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
         parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
         is_due = known and self.steps and self.agreed != state.step  # no step has trained what an epoch's end thaws
@@ -184,8 +183,9 @@ def check_names(trainer: Any) -> None:
     own_kinds = kinds[: kinds.index(base)]
     with contextlib.suppress(OSError, TypeError, KeyError):  # in a notebook, or without its source
         text = "".join(inspect.getsource(one) for one in {sys.modules[kind.__module__] for kind in own_kinds})
-        for name in [name for kind in own_kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]:
-            if not (hasattr(base, name) or hasattr(nn.Module, name) or re.search(rf"(?<!def )\b{name}\b", text)):
+        names = {name for kind in own_kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)}
+        for name in sorted(names - {*dir(base), *dir(nn.Module)}):
+            if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
                 log.warning("the trainer never calls %s: the usual one has none%s", name, suggest(name, vars(base)))
     for name, own in sorted(vars(trainer).items()):
         replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
