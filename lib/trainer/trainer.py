@@ -55,8 +55,8 @@ class Trainer:
         self.total_steps = self.plan.total_steps
         self.val_splits = sorted(split for split in loaders if split.startswith("val"))  # val first, if it is there
         scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
-        self.schedule = {"kind": args.lr_schedule, "total": self.total_steps, "warmup": args.lr_warmup * self.plan.steps}
-        self.schedule |= {"start": args.lr_start * scale, "end": args.lr_end * scale}
+        self.schedule = {"kind": args.lr_schedule, "total": self.total_steps, "end": args.lr_end * scale}
+        self.schedule |= {"start": args.lr_start * scale, "warmup": args.lr_warmup * self.plan.steps}
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
@@ -424,7 +424,7 @@ class Trainer:
                 with self.precision:
                     given = self.evaluation_step(self.model, batch, count)
                 if self.checks.count_collectives() != before:
-                    raise UsageError("evaluation_step exchanges values, also those of padding: return Ratio(sum, count)")
+                    raise UsageError("evaluation_step exchanges values, also of padding: return Ratio(sum, count)")
                 if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
                     totals.update(given, micro_batch.count)
                 if is_stopped := self.may_stop and self.stop.tick(training=False):

@@ -834,7 +834,7 @@ REFUSED = [  # flags and what is said
     (NO_NORM, "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (overriding(train_step=lambda self, batches: next(batches)), "-cpu 1", "not all steps of an epoch were counted"),
     (with_change(lambda self: ConstantLR(self.optimizer)), "-cpu 1", "something set the learning rate to"),
-    (overriding(evaluation_step=exchanges), "-cpu 2", "evaluation_step exchanges values, also those of padding"),
+    (overriding(evaluation_step=exchanges), "-cpu 2", "evaluation_step exchanges values, also of padding"),
     (RENAMES, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
     (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
