@@ -214,7 +214,7 @@ def check_probabilities(criterion: nn.Module) -> None:
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}
 REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
-PAIRWISE = (*REGRESSION, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss)  # alike shapes
+PAIRWISE = (*REGRESSION, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss)  # a target for each output
 
 
 def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Ratio]:

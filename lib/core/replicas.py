@@ -184,9 +184,9 @@ def check_names(trainer: Any) -> None:
     with contextlib.suppress(OSError, TypeError, KeyError):  # in a notebook, or without its source
         text = "".join(inspect.getsource(one) for one in {sys.modules[kind.__module__] for kind in own_kinds})
         names = {name for kind in own_kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)}
-        for name in sorted(names - {*dir(base), *dir(nn.Module)}):
+        for name in sorted(one for one in names - {*dir(base), *dir(nn.Module)} if one[0] != "_"):
             if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
-                log.warning("the trainer never calls %s: the usual one has none%s", name, suggest(name, vars(base)))
+                log.warning("neither its file nor lib calls the trainer's %s%s", name, suggest(name, vars(base)))
     for name, own in sorted(vars(trainer).items()):
         replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)

@@ -110,7 +110,7 @@ class Trainer:
                     epoch = self.state.epoch
                     self.train_epoch()
                     if self.state.epoch == epoch and not (self.stop.agreed or self.is_done()):
-                        raise UsageError("not all steps of an epoch were counted: train_step must count each, once")
+                        raise UsageError("an epoch has ended without all its steps: train_step must count each")
                 figures = self.evaluate_test()
             except preemption.Stopped:  # in an evaluation, which the next start repeats
                 figures = None

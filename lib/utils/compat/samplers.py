@@ -70,7 +70,7 @@ class InterruptableDistributedSampler(DistributedSampler):
     def state_dict(self) -> dict[str, int]:
         """Return the progress. `start` places were consumed before the number of ranks became `num_replicas`."""
         state = {name: getattr(self, name) for name in ("epoch", "progress", "start", "num_replicas")}
-        return {**state, "units": self._units()}
+        return state if isinstance(self, InterruptableSampler) else {**state, "units": self._units()}  # shards differ
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from a state of any number of ranks; cycling_utils' own is taken to be of as many as now.

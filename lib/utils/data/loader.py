@@ -65,7 +65,7 @@ class Loader:
             raise UsageError(f"-shuffle_block {self.block}: the training samples have a sampler, and so an order")
         indices = order(self.plan.samples, self.seed, epoch, self.shuffle, self.block) if own is None else own
         if len(indices) != self.plan.samples:
-            raise UsageError(f"order() of plan.py gives {len(indices)} places for {self.plan.samples} samples")
+            raise UsageError(f"the order of an epoch has {len(indices)} places for {self.plan.samples} samples")
         for step in range(first_step, self.plan.steps):
             parts = self.plan.cut(step)
             mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)
