@@ -119,7 +119,7 @@ def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_
     new = start("again")
     new.wait_for_output("waiting up to")
     assert new.ended() is None
-    old.wait_for_output("signal SIGINT, its parent process is gone: stopping")  # within a second
+    old.wait_for_output("signal SIGINT")  # within a second; it may still see its old parent then
     old.release()
     assert new.wait() == 0, new.text()
     assert f"_step_{NEXT}: epoch" in new.text().partition("resuming from")[2]
