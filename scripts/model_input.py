@@ -50,7 +50,7 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
     """Return a module that takes one tensor, and gives it to the model as in training: by its name if it has one.
 
     `inputs` are those of two samples (`first_inputs`). Without them, samples are read if only they tell the name, or
-    to warn of what `forward` gets besides.
+    to warn of a second input that `forward` gets in training.
     Raises UsageError if that fails, or if `forward` needs more than one input.
     """
     parameters = parameters_of(model)
