@@ -132,6 +132,8 @@ class Stop:
                 theirs.shutdown(socket.SHUT_WR)  # the thread reads the end, though loader processes have it open too
                 thread.join()
                 faulthandler.cancel_dump_traceback_later()
+                if os.getppid() != self.parent:  # its end sent the signal, before this process had a new parent
+                    log.info("the parent process is gone")
 
     def _listen(self, pipe: socket.socket) -> None:
         while numbers := pipe.recv(64):
@@ -139,11 +141,9 @@ class Stop:
                 now = time.monotonic()
                 if number in STOP_SIGNALS and self.signalled_at is None:
                     name, self.signalled_at = signal.Signals(number).name, now
-                    time.sleep(0.05)  # a dying parent's signal comes before all threads here have a new parent
-                    reason = f"signal {name}{'' if os.getppid() == self.parent else ', its parent process is gone'}"
-                    self.request_stop(reason, signal=name)
+                    self.request_stop(f"signal {name}", signal=name)
                     # This timer ends the process with all stacks. No Python code can be in its way.
                     faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
-                    log.info("%s: stopping after this step, or after -grace_s %g", reason, self.grace_s)
+                    log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
                 elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
                     os._exit(ABORTED)

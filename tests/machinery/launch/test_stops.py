@@ -119,12 +119,13 @@ def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_
     new = start("again")
     new.wait_for_output("waiting up to")
     assert new.ended() is None
-    old.wait_for_output("signal SIGINT")  # within a second; it may still see its old parent then
+    old.wait_for_output("signal SIGINT")
     old.release()
     assert new.wait() == 0, new.text()
     assert f"_step_{NEXT}: epoch" in new.text().partition("resuming from")[2]
     assert new.weights() == uninterrupted.weights()
     old.wait_until_gone(SOON_S)
+    assert "the parent process is gone" in old.text()
 
 
 def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, uninterrupted):
