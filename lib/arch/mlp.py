@@ -13,8 +13,7 @@ def add_args(parser):
 
 def get_model(args) -> nn.Module:
     """(B, C, H, W), or anything with C x H x W numbers a sample, to (B, num_classes)."""
-    inputs = args.channels * args.image_size**2
-    widths = [inputs] + [args.mlp_width] * args.mlp_depth
+    widths = [args.channels * args.image_size**2] + [args.mlp_width] * args.mlp_depth
     layers = [nn.Flatten()]
     for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]

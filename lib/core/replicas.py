@@ -178,15 +178,17 @@ def check_names(trainer: Any) -> None:
 
     Warn of a method that nothing calls, as one that has this name in another library.
     """
-    kinds = type(trainer).__mro__
+    kinds, model = type(trainer).__mro__, type(unwrap(trainer.model))
     base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
     own_kinds = kinds[: kinds.index(base)]
     with contextlib.suppress(OSError, TypeError, KeyError):  # in a notebook, or without its source
-        text = "".join(inspect.getsource(one) for one in {sys.modules[kind.__module__] for kind in own_kinds})
+        text = "".join(map(inspect.getsource, {sys.modules[kind.__module__] for kind in (*own_kinds, model)}))
         names = {name for kind in own_kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)}
-        for name in sorted(one for one in names - {*dir(base), *dir(nn.Module)} if one[0] != "_"):
+        names = names - {*dir(base), *dir(nn.Module)} | {"configure_optimizers", "training_step"} & {*dir(model)}
+        for name in sorted(one for one in names if one[0] != "_"):
             if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
-                log.warning("neither its file nor lib calls the trainer's %s%s", name, suggest(name, vars(base)))
+                hint = suggest(name, vars(base).keys() - {name})
+                log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
     for name, own in sorted(vars(trainer).items()):
         replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)

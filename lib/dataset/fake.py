@@ -25,6 +25,5 @@ def noise(samples: int, shape: tuple[int, int, int], classes: int, seed: int) ->
     """Return a few random images, again and again: as many samples as one likes cost little time and memory."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (IMAGES, *shape), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(classes, (IMAGES,), generator=generator)
-    few = Tensors(images, labels, on_device=Pixels((0.5,), (0.29,)))
+    few = Tensors(images, torch.randint(classes, (IMAGES,), generator=generator), on_device=Pixels((0.5,), (0.29,)))
     return Subset(few, [number % IMAGES for number in range(samples)])

@@ -96,9 +96,10 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
         wanted = "a dataset or a dict of splits is needed: train is required, val, val_NAME and test may be there"
         raise UsageError(f"-dataset {name}: get_dataset returns {given}; {wanted}")
     for split, part in parts.items():
-        if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+        names = {*dir(part)}  # a dict and a DataFrame have keys
+        if isinstance(part, IterableDataset | tuple) or "keys" in names or not {"__len__", "__getitem__"} <= names:
             kind = type(part).__name__
-            raise UsageError(f"-dataset {name}: its {split} split is a {kind} without len() or [index]: docs/data.md")
+            raise UsageError(f"-dataset {name}: its {split} split is a {kind}, not data with len() and [index]")
         if len(part) == 0:
             raise UsageError(f"-dataset {name}: its {split} split is empty")
     if overfit is None:

@@ -59,8 +59,7 @@ def test_an_epoch_with_changing_numbers_of_ranks_has_each_sample_once(n, epoch, 
     state, seen = {"epoch": epoch, "progress": 0}, []
     for ranks, count in [*runs, (last, n)]:
         dealt = samplers(ranks, n, state=state, **options)
-        shares = [take(sampler, count) for sampler in dealt]
-        seen += [index for turn in zip(*shares, strict=True) for index in turn]
+        seen += [index for turn in zip(*[take(sampler, count) for sampler in dealt], strict=True) for index in turn]
         assert len({json.dumps(sampler.state_dict()) for sampler in dealt}) == 1, "one rank's state will do"
         state = dealt[-1].state_dict()
         assert state["epoch"] == epoch
@@ -147,8 +146,7 @@ def test_grouped_batches_with_changing_numbers_of_ranks_come_once(groups, batch,
     for ranks, count in [*runs, (last, len(groups))]:
         dealt = grouped_samplers(ranks, groups, state=state, **options)  # a state loads before the first epoch
         assert len({len(sampler) for sampler in dealt}) == 1
-        shares = [take(sampler, count) for sampler in dealt]
-        seen += [part for turn in zip(*shares, strict=True) for part in turn]
+        seen += [part for turn in zip(*[take(sampler, count) for sampler in dealt], strict=True) for part in turn]
         state = dealt[-1].state_dict()
     if drop_last:
         assert seen == wanted[: len(seen)] and len(wanted) - len(seen) < last

@@ -34,6 +34,7 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         (Dataset(), ["train split is a Dataset", "len()"]),
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),
+        ({"train": (WHOLE, WHOLE)}, ["train split is a tuple, not"]),
         ({"training": WHOLE}, ["training", "train is required"]),
         ({"train": WHOLE, "dev": WHOLE}, ["dev", "val, val_NAME and test may be there"]),
         ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),

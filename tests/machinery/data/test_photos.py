@@ -229,8 +229,7 @@ def test_overfit_takes_samples_of_all_classes(tmp_path):
 def damaged(tmp_path):
     """Photos of which three cannot be read."""
     tiny_data.make_folder(tmp_path / "data")
-    bad = ["train/ant/0.jpg", "train/bee/empty.png", "val/bee/text.jpg"]
-    files = [tmp_path / "data" / name for name in bad]
+    files = [tmp_path / "data" / name for name in ["train/ant/0.jpg", "train/bee/empty.png", "val/bee/text.jpg"]]
     files[0].write_bytes(files[0].read_bytes()[:300])
     files[1].touch()
     files[2].write_text("no image")

@@ -68,8 +68,7 @@ def python(folder, *command, code=0) -> str:
 
 
 def tracked(folder) -> set[str]:
-    names = output_of(folder, "git", "ls-files").splitlines()
-    return {name for name in names if (folder / name).is_file()}
+    return {name for name in output_of(folder, "git", "ls-files").splitlines() if (folder / name).is_file()}
 
 
 def commit(folder):

@@ -26,8 +26,7 @@ PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 def verdict_for(state="stopped", *, job=RUNNING, gained=True, in_vain=False, refused=None, **facts):
     """Whether a job is requeued, and why. state: None if there is no outcome.json; `facts`: further entries of it."""
     start = {**START, "in_vain": in_vain, **({"refused": refused} if refused else {})}
-    outcome = {"state": state, "reason": "a sentence", **facts} if state else {}
-    return requeue.verdict(start, outcome, gained, job)
+    return requeue.verdict(start, {"state": state, "reason": "a sentence", **facts} if state else {}, gained, job)
 
 
 def test_a_preemption_is_distinguished_from_a_cancellation():

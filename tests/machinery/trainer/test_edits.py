@@ -308,9 +308,11 @@ class Habit(trainer.Trainer):
 
 
 def test_a_method_that_nothing_calls_is_named(tmp_path):
-    with plugins(trainer={"habit": type("Inherits", (Habit,), {})}):
-        said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -cpu 1"))
-    assert re.findall(r"lib calls the trainer's (.*?) or", said) == [f"on_evaluation{'s'} (do you mean on_evaluation"]
+    net = type("Net", (nn.Sequential,), {f"configure_{'optimizers'}": lambda self: None})
+    with plugins(trainer={"habit": type("Inherits", (Habit,), {})}, arch={"net": lambda args: net(*plain_net())}):
+        said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -arch net -cpu 1"))
+    assert re.findall(r"nor lib calls (\w+)", said) == [f"configure_{'optimizers'}", f"on_evaluation{'s'}"]
+    assert f"on_evaluation{'s'}, of the trainer or the model (do you mean on_evaluation" in said
 
 
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
