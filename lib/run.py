@@ -64,11 +64,10 @@ class Run:
 
     def prepare(self, loss: nn.Module) -> nn.Module:
         """Return the loss on the device, with its weights if they follow from the data. Raises UsageError for a sum."""
-        of_torch = type(loss).__module__.startswith("torch.")  # another may divide its sum itself
-        if of_torch and getattr(loss, "reduction", "mean") == "sum":  # micro-batches would change the step
-            raise UsageError(f"-loss {self.args.loss} has reduction='sum': it must return the mean over a batch")
-        if of_torch and isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
-            raise UsageError(f"-loss {self.args.loss} divides by the sum of its class weights: take -class_weights")
+        is_weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
+        if type(loss).__module__.startswith("torch.") and (is_weighted or getattr(loss, "reduction", "mean") == "sum"):
+            fault = "divides by the sum of its class weights: take -class_weights" if is_weighted else "is a sum"
+            raise UsageError(f"-loss {self.args.loss} must return the mean over a batch, and {fault}")
         if self.args.class_weights == "balanced":
             sampling = load_optional("scripts.sampling", "-class_weights balanced")
             sampling.balance_loss(loss, self.splits["train"], self.args)

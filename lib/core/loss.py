@@ -117,10 +117,10 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
 
 
 def _wrong_batch(batch: Any, more: str = "") -> UsageError:
-    shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in named_tensors(batch)) or "no tensors"
+    shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in [*named_tensors(batch)][:6]) or "no tensors"
     takes = "the default trainer takes (inputs, targets) or a dict with labels"
     found = f"this dataset gives a {type(batch).__name__} of {shapes}{more}"
-    return UsageError(f"{takes}; {found}: python scripts/new.py trainer NAME")
+    return UsageError(f"{takes}; {found}: override training_step and evaluation_step (scripts/new.py trainer NAME)")
 
 
 def split_output(answer: Any) -> tuple[Any, Any]:
@@ -214,7 +214,8 @@ def check_probabilities(criterion: nn.Module) -> None:
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}
 REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
-PAIRWISE = (*REGRESSION, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss)  # a target for each output
+BINARY = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
+PAIRWISE = (*REGRESSION, *BINARY, nn.PoissonNLLLoss, nn.KLDivLoss)  # a target for each output
 
 
 def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Ratio]:

@@ -62,6 +62,12 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
         raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
     for part in parts if args.recompute else ():
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+    for name, one in model.named_modules() if world.size > 1 else ():
+        is_sync = isinstance(one, nn.SyncBatchNorm) and world.device.type == "cpu"
+        is_table = isinstance(one, nn.Embedding | nn.EmbeddingBag)
+        if is_sync or (is_table and (one.max_norm or (one.sparse and engine == "exact"))):
+            fault = f"-arch {args.arch}: several processes cannot train {name}, {one}"
+            raise UsageError(f"{fault}: leave out max_norm, sparse=True, and on CPUs SyncBatchNorm")
     if args.parallel == "fsdp" and world.size > 1:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)
@@ -105,9 +111,6 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
         return fsdp.MixedPrecisionPolicy(half, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     warnings.filterwarnings("error", "DTensor random operators")  # each rank would draw the same values for its shard
-    for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None:
-            raise UsageError(f"-parallel fsdp: max_norm of {name} changes weights in a pass, which FSDP would lose")
     mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
     shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
     take_first([*model.parameters(), *model.buffers()])

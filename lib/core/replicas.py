@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import inspect
+import importlib.util
 import io
 import logging
 import math
@@ -26,7 +26,7 @@ from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import has_weights, nested, option
 from lib.utils.data.plan import MicroBatch
-from lib.utils.errors import UsageError, suggest
+from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
@@ -174,26 +174,14 @@ def parts_of(trainer: Any) -> set[tuple[str, int]]:
 
 
 def check_names(trainer: Any) -> None:
-    """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names.
-
-    Warn of a method that nothing calls, as one that has this name in another library.
-    """
-    kinds, model = type(trainer).__mro__, type(unwrap(trainer.model))
-    base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
-    own_kinds = kinds[: kinds.index(base)]
-    with contextlib.suppress(OSError, TypeError, KeyError):  # in a notebook, or without its source
-        text = "".join(map(inspect.getsource, {sys.modules[kind.__module__] for kind in (*own_kinds, model)}))
-        names = {name for kind in own_kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)}
-        names = names - {*dir(base), *dir(nn.Module)} | {"configure_optimizers", "training_step"} & {*dir(model)}
-        for name in sorted(one for one in names if one[0] != "_"):
-            if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
-                hint = suggest(name, vars(base).keys() - {name})
-                log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
+    """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names."""
     for name, own in sorted(vars(trainer).items()):
         replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)
         if replaced or hides or (name == "schedule" and not isinstance(own, dict)):
             raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
+    if importlib.util.find_spec("scripts.check_plugins"):  # which a project may have left out
+        importlib.import_module("scripts.check_plugins").warn(trainer)
 
 
 def plain_values(trainer: Any) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Trainer:
         return done.loss
 
     def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Any]:
-        """Return "loss" and metrics of a batch of `count` targets (see count_targets), as `compute_metrics` does."""
+        """Return "loss" and metrics of a batch of `count` targets (0: padding of FSDP), as `compute_metrics` does."""
         done = losses.forward(model, batch, self.loss)
         return {"loss": metrics.Ratio(done.loss * count, count), **self.compute_metrics(done.outputs, done.targets)}
 
@@ -259,13 +259,13 @@ class Trainer:
             if is_default and (group["lr"] != group.get("lr_set", group["lr"]) or "initial_lr" in group):
                 fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
                 raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
-            group["lr"] = group["lr_set"] = lr * group["lr_scale"]
+            group["lr"] = group["lr_set"] = lr * group.get("lr_scale", 1.0)
 
     def scheduled_groups(self) -> list[dict]:
         """Return the groups of -optimizer's optimizers. A group's own learning rate is its peak, as -lr_start is."""
         groups = [group for one in (self.optimizer, *self.more_optimizers) for group in one.param_groups]
         groups = [group for group in groups if group.get("lr") is not None]  # else it has a schedule of its own
-        for group in groups:
+        for group in (one for one in groups if "initial_lr" not in one):  # timm's schedules multiply by it, too
             group.setdefault("lr_scale", float(group["lr"]) / self.args.lr_start)
         return groups
 
@@ -419,14 +419,15 @@ class Trainer:
                 contexts.enter_context(context)
             is_stopped, self.measured = False, self.checks.norms()
             for micro_batch, batch in self.loaders[split].epoch(0):
-                count = self.count_targets(batch, micro_batch.count)
-                before = self.checks.count_collectives()
-                with self.precision:
-                    given = self.evaluation_step(self.model, batch, count)
-                if self.checks.count_collectives() != before:
-                    raise UsageError("evaluation_step exchanges values, also of padding: return Ratio(sum, count)")
-                if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
-                    totals.update(given, micro_batch.count)
+                if micro_batch.count or self.args.parallel == "fsdp":  # whose passes need all ranks, also for padding
+                    count = self.count_targets(batch, micro_batch.count)
+                    before = self.checks.count_collectives()
+                    with self.precision:
+                        given = self.evaluation_step(self.model, batch, count)
+                    if self.checks.count_collectives() != before:
+                        raise UsageError("evaluation_step exchanges values, not on all ranks: return Ratio(sum, count)")
+                    if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
+                        totals.update(given, micro_batch.count)
                 if is_stopped := self.may_stop and self.stop.tick(training=False):
                     break
         self.engine.buffers.share()  # which the passes may have changed

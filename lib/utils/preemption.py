@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lib.utils import distributed, signals
 from lib.utils.distributed import World
-from lib.utils.errors import ABORTED, PARENT, STOP_SIGNALS
+from lib.utils.errors import ABORTED, STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: within this time they count once
@@ -54,6 +54,7 @@ class Stop:
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.next_check = -math.inf  # of the clock, the file and the agent
         self.signalled_at: float | None = None  # time.monotonic() of the first signal
+        self.parent = os.getppid()  # the launcher, also of a process that it has forked
         self.request: Request | None = None  # of this process, the first one
         self.agreed: Request | None = None  # by all ranks
         self.ticks, self.since = 0, time.monotonic()  # steps and time since the last vote
@@ -131,7 +132,7 @@ class Stop:
                 theirs.shutdown(socket.SHUT_WR)  # the thread reads the end, though loader processes have it open too
                 thread.join()
                 faulthandler.cancel_dump_traceback_later()
-                if os.getppid() != PARENT:  # its end sent the signal, before this process had a new parent
+                if os.getppid() != self.parent:  # its end sent the signal, before this process had a new parent
                     log.info("the parent process is gone")
 
     def _listen(self, pipe: socket.socket) -> None:

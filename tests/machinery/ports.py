@@ -26,5 +26,4 @@ def listens(pid: int) -> list[str]:
                 links.append(str(fd.readlink()))
         for name in ("tcp", "tcp6"):
             lines += Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
-    rows = [line.split() for line in lines]
-    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+    return [row[1] for row in [line.split() for line in lines] if row[3] == "0A" and f"socket:[{row[9]}]" in links]

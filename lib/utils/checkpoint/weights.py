@@ -80,11 +80,13 @@ def load_into(
     missing, loaded = [], []
     for tensor, aliases in names.items():
         there = [given[found[name]] for name in aliases if name in found]
-        fitting = [value for value in there if _fits(value, tensor)]
+        same = [one for one in there if one.shape == tensor.shape]
+        floats = [one for one in same if one.is_floating_point() and one.itemsize > 1]  # else quantized, with scales
+        fitting = [one for one in same if one.dtype == tensor.dtype] + (floats if tensor.is_floating_point() else [])
         if not fitting:
             kinds = [f"{one.dtype} {tuple(one.shape)}" for one in (*there[:1], tensor)]
             missing.append(aliases[0] + (f" ({kinds[0]} there, {kinds[1]} here)" if there else ""))
-            if isinstance(tensor, nn.Parameter) and any(one.shape == tensor.shape for one in there):
+            if isinstance(tensor, nn.Parameter) and same:
                 raise UsageError(f"-weights {path}: {missing[-1]}: save quantized weights as floats first")
             continue
         if any((fitting[0] != value).any() for value in fitting[1:]):
@@ -101,12 +103,6 @@ def load_into(
     parts = {"as": renamed, "not loaded, as missing or of another shape:": sorted(missing), "not used:": unused}
     more = "".join(f"; {title} {_list(one)}" for title, one in parts.items() if one)
     return f"{path}: {len(loaded)} tensors loaded{more}"
-
-
-def _fits(given: Tensor, tensor: Tensor) -> bool:
-    """Return whether a tensor can take these values. Quantized ones, of one byte, mean nothing without scales."""
-    both_floats = given.is_floating_point() and tensor.is_floating_point() and given.itemsize > 1
-    return given.shape == tensor.shape and (both_floats or given.dtype == tensor.dtype)
 
 
 def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -189,6 +189,8 @@ class Fetch(Dataset):
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
+            if traceback.extract_tb(error.__traceback__)[-1].filename.endswith("data/_utils/collate.py"):
+                error = UsageError(f"{error}: give the dataset a collate_fn, which joins its samples")
             if isinstance(error := self.shared_file() or error, UsageError):
                 return micro_batch, UsageError(f"{error} (while {place})")  # raised, it would show a worker's
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes

@@ -259,11 +259,6 @@ def test_other_data_before_the_first_save_are_said_and_taken(killed, tmp_path):
     assert "changed since the run began: train digest was" in log_of(folder)
 
 
-def with_one_thread(args):
-    assert torch.get_num_threads() == 1, "sums by another number have other bits"
-    return few(args)
-
-
 def test_what_get_dataset_computes_has_one_thread(tmp_path):
-    with plugins(dataset={"odd": with_one_thread}):
+    with plugins(dataset={"odd": lambda args: 1 // (torch.get_num_threads() == 1) and few(args)}):
         run(tmp_path, f"{ODD} -cpu 2 -threads 2 -limit_steps 1", wanted=75)

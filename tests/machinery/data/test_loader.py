@@ -170,8 +170,7 @@ def test_a_batch_has_the_samples_of_its_key_for_any_kind_of_dataset(dataset, wor
 def test_an_epoch_that_is_left_early_does_not_affect_the_next(workers):
     one = new_loader(list(range(50)), Plan(50, 8, 4), 0, workers=workers)
     for epoch, count in ((0, 3), (1, 0), (2, 13)):
-        batches = itertools.islice(one.epoch(epoch), count)
-        seen = [number for _, batch in batches for number in batch.tolist()]
+        seen = [number for _, batch in itertools.islice(one.epoch(epoch), count) for number in batch.tolist()]
         assert seen == truth.order(50, epoch=epoch)[: 4 * count]
     assert sorted(number for _, batch in one.epoch(3) for number in batch.tolist()) == list(range(50))
 

@@ -25,10 +25,9 @@ DOCUMENTS = {
     for document in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
 }
 RUNTIME, JOB = DOCUMENTS["trainjob", "TrainingRuntime"]["spec"], DOCUMENTS["trainjob", "TrainJob"]["spec"]
-OPERATOR = DOCUMENTS["pytorchjob", "PyTorchJob"]["spec"]
 PODS = {  # the pod specs of each job
     "v2": RUNTIME["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"],
-    "v1": OPERATOR["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
+    "v1": DOCUMENTS["pytorchjob", "PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
 }
 STARTS = {"v2": JOB["trainer"], "v1": PODS["v1"]["containers"][0]}  # what the pods start
 # What operators set in a pod, after PET_: Kubeflow Trainer's torch plugin, the Training Operator for elastic jobs.

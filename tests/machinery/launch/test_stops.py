@@ -125,7 +125,7 @@ def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_
     assert f"_step_{NEXT}: epoch" in new.text().partition("resuming from")[2]
     assert new.weights() == uninterrupted.weights()
     old.wait_until_gone(SOON_S)
-    assert "the parent process is gone" in old.text()
+    assert "the parent process is gone" in old.text() and "parent process" not in new.text()
 
 
 def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, uninterrupted):

@@ -163,8 +163,7 @@ def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, messa
         small = "-dataset waits -arch waits -cpu 2 -batch_size 4 -num_classes 4 -hang_minutes 0.04"
         assert train.main([*f"{small} {flags}".split(), "-out", str(tmp_path)]) == 1
     shown = capfd.readouterr()
-    logs = [file.read_text() for file in tmp_path.glob("*/logs/*.log")]
-    assert message in "".join([shown.out, shown.err, *logs])
+    assert message in "".join([shown.out, shown.err, *[file.read_text() for file in tmp_path.glob("*/logs/*.log")]])
 
 
 @pytest.mark.parametrize("more", [{"WORLD_SIZE": 3}, {"MASTER_PORT": 9}], ids=["a rank is missing", "no store"])

@@ -152,8 +152,7 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seen", "of_job", "ordinals"),
-    [(4, None, [0, 1, 2, 3]), (1, "4", [0, 0, 0, 0]), (2, "4", [0, 1, 0, 1])],
+    ("seen", "of_job", "ordinals"), [(4, None, [0, 1, 2, 3]), (1, "4", [0, 0, 0, 0]), (2, "4", [0, 1, 0, 1])]
 )
 def test_each_task_uses_its_own_gpu_of_those_that_slurm_makes_visible(monkeypatch, seen, of_job, ordinals):
     """With gpus-per-node all are visible; with gpus-per-task or gpu-bind only the task's own, counted from 0."""

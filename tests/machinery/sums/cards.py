@@ -58,5 +58,4 @@ def _names(file, kind):
     """The symbols that a compiled file defines (T) or needs (U)."""
     command = ["nm", *(["-D"] if file.suffix == ".so" else []), file]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listed.splitlines()]
-    return {row[-1].partition("@")[0] for row in rows if row[-2] == kind}
+    return {row[-1].partition("@")[0] for row in [line.split() for line in listed.splitlines()] if row[-2] == kind}

@@ -17,8 +17,7 @@ def mean_buffers(model, parts):
         plain = copy.deepcopy(model).train()
         plain(part)
         for name, value in plain.named_buffers():
-            share = value * (len(part) / total)
-            means[name] = means.get(name, 0) + share if value.is_floating_point() else value
+            means[name] = means.get(name, 0) + value * (len(part) / total) if value.is_floating_point() else value
     return means
 
 

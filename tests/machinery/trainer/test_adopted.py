@@ -180,7 +180,7 @@ def test_a_batch_may_be_any_mapping_and_a_model_must_name_what_it_takes():
     assert "a forward of *args alone gets no" in usage_error(losses.forward, around, (inputs, labels), criterion)
 
 
-TWICE = "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"
+TWICE = "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): override training_step and evaluation_step"
 UNLABELLED = "a dict of input_values: (4, 64), and the model returns a Tensor without a loss"
 
 

@@ -28,6 +28,7 @@ from lib.utils import distributed
 from lib.utils.checkpoint import state
 from lib.utils.data import loader, plan
 from lib.utils.monitoring.metrics import Ratio
+from scripts import check_plugins
 
 FLAGS = f"{SMALL} -log_every 1"
 STOCK = f"{FLAGS} -deterministic no -cpu 2"
@@ -46,12 +47,6 @@ def plain_net(args=None):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 4))
 
 
-def frozen_net(args):
-    model = plain_net()
-    model[1].requires_grad_(False)
-    return model
-
-
 def overriding(**methods):
     """A trainer with these methods."""
     return type("Overrides", (trainer.Trainer,), methods)
@@ -68,11 +63,14 @@ def with_change(change, base=trainer.Trainer):
     return Changed
 
 
-class GradientNoise(trainer.Trainer):
-    def optimizer_step(self):
-        for parameter in self.model.parameters():
-            parameter.grad += 0.01 * torch.randn_like(parameter)
-        return super().optimizer_step()
+def acting(name, act):
+    """A trainer that does something before a method of this name."""
+    return overriding(**{name: lambda *args: [act(*args), getattr(trainer.Trainer, name)(*args)][1]})
+
+
+def add_noise(self):
+    for parameter in self.model.parameters():
+        parameter.grad += 0.01 * torch.randn_like(parameter)
 
 
 class EvaluatesInBetween(trainer.Trainer):
@@ -250,7 +248,8 @@ IN_TURN = overriding(training_step=in_turn)
 FROZEN_NORM = with_change(lambda self: self.model[2].eval())
 HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
 ADAGRAD = with_change(lambda self: setattr(self, "optimizer", Around(torch.optim.Adagrad(self.model.parameters()))))
-EDITS = (OwnStep, HalvesRate, GradientNoise, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
+NOISE = acting("optimizer_step", add_noise)
+EDITS = (OwnStep, HalvesRate, NOISE, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
 EDITS += (HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, IN_TURN, with_change(bool, ema.Trainer))  # it lacks a flag
 
 
@@ -303,16 +302,28 @@ def evaluate_teacher(self, split):
 
 
 class Habit(trainer.Trainer):
+    criterion = nn.CrossEntropyLoss(torch.ones(4))
+
     def on_evaluations(self, split, figures): ...
     def __exit__(self, *error): ...
 
 
-def test_a_method_that_nothing_calls_is_named(tmp_path):
+def test_a_method_that_nothing_calls_and_a_loss_that_micro_batches_change_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_plugins, "OURS", re.compile(""))
     net = type("Net", (nn.Sequential,), {f"configure_{'optimizers'}": lambda self: None})
     with plugins(trainer={"habit": type("Inherits", (Habit,), {})}, arch={"net": lambda args: net(*plain_net())}):
         said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -arch net -cpu 1"))
     assert re.findall(r"nor lib calls (\w+)", said) == [f"configure_{'optimizers'}", f"on_evaluation{'s'}"]
     assert f"on_evaluation{'s'}, of the trainer or the model (do you mean on_evaluation" in said
+    assert re.search(r"test_edits.py, line \d+: a mean over class weights changes with the number", said)
+
+
+def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
+    source = "F.cross_entropy(a, b, w, reduction='sum')\nnn.NLLLoss(weight=w)\nnn.CrossEntropyLoss(w)\n"
+    source += "".join(f"def evaluation_step(self, net, batch, n): self.{one}()\n" for one in ("ema", "model"))
+    source += "nn.NLLLoss(weight=None)\nnn.CrossEntropyLoss(weight=w, reduction='none')\nnn.MSELoss(reduction=mean)"
+    assert [line for line, _ in check_plugins.faults(source, is_cut=True)] == [4, 1, 2, 3]
+    assert [line for line, _ in check_plugins.faults(source, is_cut=False)] == [4]
 
 
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
@@ -351,6 +362,20 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 
 
+def test_a_schedule_of_another_library_may_read_lr_scale(tmp_path):
+    own = overriding(set_learning_rate=lambda self: None)
+    with plugins(trainer={"own": with_change(lambda self: ConstantLR(self.optimizer), own)}):
+        folder = run(tmp_path, f"{FLAGS} -cpu 1 -trainer own")
+    groups = state.decode(state.read_manifest(folder / "checkpoints" / names(folder)[0])["states"]["optim"][1], {})
+    assert groups and not any("lr_scale" in group for group in groups)
+
+
+@pytest.mark.parametrize("flags", ["", "-deterministic no"])
+def test_an_evaluation_has_no_padding(flags, tmp_path):
+    with plugins(trainer={"own": acting("evaluation_step", lambda self, model, batch, count: 1 // count)}):
+        run(tmp_path, f"{FLAGS} -trainer own -cpu 3 -overfit 8 {flags}")
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -373,7 +398,7 @@ def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatc
 
 
 def test_a_loss_that_is_no_mean_over_targets_is_refused(monkeypatch, refused):
-    odd = {"has reduction='sum': it must": {"reduction": "sum"}, "of its class weights": {"weight": torch.ones(4)}}
+    odd = {"mean over a batch, and is a sum": {"reduction": "sum"}, "of its class weights": {"weight": torch.ones(4)}}
     for message, options in odd.items():
         monkeypatch.setattr(loss, "get_loss", lambda args, options=options: nn.CrossEntropyLoss(**options))
         assert message in refused(f"{FLAGS} -cpu 1")
@@ -466,9 +491,10 @@ def test_parameters_that_no_gradient_reaches_are_named_once(tmp_path):
 
 
 def test_a_model_that_ddp_or_fsdp_cannot_train_is_one_line(refused):
-    bounded = nn.Sequential(nn.Flatten(), nn.Embedding(4, 4, max_norm=1.0))
-    with plugins(arch={"bounded": lambda args: bounded, "unused": unused_net}):
-        assert "max_norm of 1 changes weights" in refused(f"{FLAGS} -arch bounded -cpu 2 -parallel fsdp")
+    for odd in (nn.Embedding(4, 4, max_norm=1.0), nn.EmbeddingBag(4, 4, sparse=True), nn.SyncBatchNorm(4)):
+        with plugins(arch={"odd": lambda args, odd=odd: nn.Sequential(nn.Flatten(), odd)}):
+            assert f"several processes cannot train 1, {odd}: leave" in refused(f"{FLAGS} -arch odd -cpu 2")
+    with plugins(arch={"unused": unused_net}):
         assert "the parameter 1.idle.weight (2 in all): add -find_unused" in refused(f"{STOCK} -arch unused")
 
 
@@ -765,17 +791,8 @@ class OwnBackward(trainer.Trainer):
         return self.loss(outputs, batch[1])
 
 
-class OwnZero(trainer.Trainer):
-    def training_step(self, batch):
-        self.optimizer.zero_grad()
-        return super().training_step(batch)
-
-
-class LateTeacher(trainer.Trainer):
-    def train_epoch(self):
-        if self.state.epoch == 1 and not hasattr(self, "teacher"):
-            self.teacher = copy.deepcopy(self.model)
-        return super().train_epoch()
+OWN_ZERO = acting("training_step", lambda self, batch: self.optimizer.zero_grad())
+LATE = acting("train_epoch", lambda self: self.state.epoch == 1 and vars(self).update(teacher=nn.Linear(1, 1)))
 
 
 class NoSync(trainer.Trainer):
@@ -789,11 +806,7 @@ PartCall = overriding(
 )
 
 
-def exchanges(self, model, batch, count):
-    torch.distributed.all_reduce(torch.ones(2))
-    return {}
-
-
+EXCHANGES = acting("evaluation_step", lambda *_: torch.distributed.all_reduce(torch.ones(2)))
 OTHER_LOADER = overriding(on_epoch_end=lambda self: self.loaders.update(val=copy.copy(self.loaders["val"])))
 TWICE = overriding(backward=lambda self, *parts: [trainer.Trainer.backward(self, *parts) for _ in range(2)])
 LOGS = overriding(evaluation_step=lambda self, *_: self.log_scalar("sure", 1.0))
@@ -822,12 +835,12 @@ REFUSED = [  # flags and what is said
     (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
     (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
     (LOGS, "-cpu 1", "log_scalar('sure') in an evaluation: return it there"),
-    (OwnZero, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
+    (OWN_ZERO, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
     (NESTED, "-cpu 2 -deterministic no", "a DistributedDataParallel is in another"),
     (SECOND_OPTIMIZER, "-cpu 2", "two optimizers train the same parameter"),
     (STRAY, "-cpu 1", OF_NOBODY),
     (ODD_GROUP, "-cpu 1", "optim.groups.0.odd is a object"),  # no file can hold it
-    (LateTeacher, "-cpu 1", "trainer.teacher was made or replaced after the start"),
+    (LATE, "-cpu 1", "trainer.teacher was made or replaced after the start"),
     (OTHER_LOADER, "-cpu 1", "the loader of val was made or replaced after the start"),
     (TWICE, "-cpu 2", "two backward passes of one micro-batch: add up its losses"),
     (LISTED, "-cpu 1", "self.optimizer is a list, no torch.optim.Optimizer"),
@@ -837,7 +850,7 @@ REFUSED = [  # flags and what is said
     (NO_NORM, "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (overriding(train_step=lambda self, batches: next(batches)), "-cpu 1", "ended without all its steps"),
     (with_change(lambda self: ConstantLR(self.optimizer)), "-cpu 1", "something set the learning rate to"),
-    (overriding(evaluation_step=exchanges), "-cpu 2", "evaluation_step exchanges values, also of padding"),
+    (EXCHANGES, "-cpu 2", "evaluation_step exchanges values, not on all"),
     (RENAMES, "-cpu 1", "log_scalar('lr'): the run itself logs train/lr"),
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
     (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
@@ -989,7 +1002,8 @@ SECOND_MODULE = with_change(OWN_OPTIMIZER, Forgotten)
 
 @pytest.mark.parametrize("edit", [SECOND_MODULE, ThawsUnderDDP, Distils, WHOLE_TEACHER])
 def test_modules_and_layers_that_ddp_does_not_know_are_summed_and_a_copy_of_the_model_is_a_teacher(edit, tmp_path):
-    with plugins(trainer={"edit": edit}, arch={"frozen": frozen_net, "plain": plain_net}):
+    frozen = lambda args: [net := plain_net(), net[1].requires_grad_(False)][0]  # noqa: E731
+    with plugins(trainer={"edit": edit}, arch={"frozen": frozen, "plain": plain_net}):
         flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is ThawsUnderDDP else 'plain'}"
         both = run(tmp_path, f"{flags} -model both")
         alone = run(tmp_path, f"{flags} -cpu 1 -model alone")

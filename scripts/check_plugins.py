@@ -1,0 +1,65 @@
+"""Reads the files of a run's trainer and models for what has another effect here than in other programs."""
+
+import ast
+import contextlib
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lib.core.replicas import OURS
+from lib.utils.checkpoint.state import find_parts, unwrap
+from lib.utils.errors import suggest
+
+log = logging.getLogger(__name__)
+OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
+WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
+ADVICE = "changes with the number of micro-batches and processes"
+
+
+def warn(trainer: Any) -> None:
+    """Warn of methods that nothing calls, and of what `faults` finds."""
+    kinds, model = type(trainer).__mro__, type(unwrap(trainer.model))
+    base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
+    own = kinds[: kinds.index(base)]
+    names = {name for kind in own for name, one in vars(kind).items() if inspect.isfunction(one) and name[0] != "_"}
+    names = names - {*dir(base), *dir(nn.Module)} | OF_OTHERS & {*dir(model)}
+    parts = {type(one) for root in find_parts(trainer).modules.values() for one in root.modules()}
+    with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook, or without its source
+        text = "".join(map(inspect.getsource, {sys.modules[kind.__module__] for kind in (*own, model)}))
+        for name in sorted(names):
+            if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
+                hint = suggest(name, vars(base).keys() - {name})
+                log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
+        for module in {sys.modules[kind.__module__] for kind in {*own, *parts}}:
+            if OURS.match(str(module.__file__)):
+                for line, fault in faults(inspect.getsource(module), is_cut=len(trainer.plan.cut(0)) > 1):
+                    log.warning("%s, line %d: %s", module.__file__, line, fault)
+
+
+def faults(source: str, is_cut: bool) -> Iterator[tuple[int, str]]:
+    """Yield lines, and what is wrong there: losses that are no means, if steps are cut; an evaluation_step.
+
+    A loss that is a mean over the samples gives micro-batches that add up to the gradient of the whole batch.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == "evaluation_step" and len(node.args.args) > 1:
+            names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+            names |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+            if not names & {node.args.args[1].arg, "model"}:
+                yield (
+                    node.lineno,
+                    "evaluation_step does not use its model, whose weights are kept: see evaluated_weights",
+                )
+        if is_cut and isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            options = {one.arg: getattr(one.value, "value", one) for one in node.keywords}  # of constants the values
+            reduction, first = options.get("reduction", "mean"), node.args and name == "CrossEntropyLoss"
+            if reduction == "sum":
+                yield node.lineno, f"a loss that is a sum {ADVICE}: divide it by the number of samples"
+            elif name in WEIGHTED and reduction == "mean" and (first or options.get("weight") is not None):
+                yield node.lineno, f"a mean over class weights {ADVICE}: take -class_weights, or reduction='none'"
