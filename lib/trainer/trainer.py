@@ -425,7 +425,7 @@ class Trainer:
                     with self.precision:
                         given = self.evaluation_step(self.model, batch, count)
                     if self.checks.count_collectives() != before:
-                        raise UsageError("evaluation_step exchanges values, not on all ranks: return Ratio(sum, count)")
+                        raise UsageError("evaluation_step exchanges values, not on all ranks: give Ratio(sum, count)")
                     if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
                         totals.update(given, micro_batch.count)
                 if is_stopped := self.may_stop and self.stop.tick(training=False):
