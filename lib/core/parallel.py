@@ -37,6 +37,8 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
             raise UsageError(f"-arch {args.arch}: {name} has no values yet: call the model once, or load its weights")
         if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
             raise UsageError(f"-arch {args.arch}: {name} is sparse or expanded: register a dense copy")
+    if any(isinstance(one, torch.jit.ScriptModule) for one in model.modules()):
+        raise UsageError(f"-arch {args.arch}: torch.jit.script hides what a module has: leave it out")
     schema(model_tensors(model))  # refuses types that a checkpoint cannot hold
     return model
 
@@ -89,10 +91,11 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules in a model's outermost ModuleLists, else its children; none without parameters."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
+    lists = [(name, one) for name, one in lists if "parametrizations" not in name]  # torch's own, as of weight_norm
     outer = [one for name, one in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
     parts = [part for one in outer for part in one] or list(model.children())
-    return [part for part in parts if next(part.parameters(), None) is not None]
+    return [part for part in parts if part is not None and next(part.parameters(), None) is not None]
 
 
 def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World, engine: str) -> nn.Module:

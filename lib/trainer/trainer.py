@@ -195,8 +195,7 @@ class Trainer:
         for micro_batch, batch in batches:
             self.engine.begin_pass(micro_batch, self.trained)
             count = self.count_targets(batch, micro_batch.count)
-            loss = self.call_training_step(batch, micro_batch)
-            self.backward(loss, micro_batch, count)
+            self.backward(self.call_training_step(batch, micro_batch), micro_batch, count)
             if micro_batch.last:
                 break
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
@@ -354,7 +353,8 @@ class Trainer:
         state.sums |= {name: state.sums.get(name, 0.0) + value for name, value in interval.items()}
         both = {"loss": interval, "loss_mean": state.sums}.items()
         figures = {name: one["loss"] / one["samples"] if one.get("samples") else math.nan for name, one in both}
-        figures |= {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": state.grad_norm}
+        rate = self.optimizer.param_groups[0].get("lr")  # some optimizers have None
+        figures |= {"lr": math.nan if rate is None else rate, "grad_norm": state.grad_norm}
         speed = self.rate.interval(state) | {"save_s": self.checkpoints.took_s}
         self.logger.log_training(state, figures, others, speed)
         if state.bad_row >= self.args.max_bad_steps:

@@ -31,6 +31,7 @@ def configure_kernels(world: World, deterministic: bool) -> None:
         for option, value in KEPT_MEMORY.items():
             ctypes.CDLL(None).mallopt(option, value)
     torch.set_autocast_enabled(world.device.type, False)  # by a notebook around the run: -bf16 and -fp16 choose
+    torch._C._set_graph_executor_optimize(world.device.type != "cpu" and not deterministic)  # else bits of jit change
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # No code here reads memory before it writes it.

@@ -201,7 +201,7 @@ def find_parts(trainer: Any) -> Parts:
             named[f"trainer.{name}"] = value
     parts, seen = Parts({}, {}), set()
     for name, value in {**named, "self": trainer}.items():
-        if id(value) in seen or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        if id(value) in seen or not (callable(getattr(value, "state_dict", 0)) and hasattr(value, "load_state_dict")):
             continue
         seen.add(id(value))
         is_module, is_optimizer = isinstance(value, nn.Module), isinstance(value, torch.optim.Optimizer)

@@ -36,7 +36,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)):
         parts = [to_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    return batch.to(device) if hasattr(batch, "to") else batch  # an object of its own, as a batch of graphs
 
 
 def named_tensors(batch: Any, place: str = "") -> list[tuple[str, Tensor]]:

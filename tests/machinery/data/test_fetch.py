@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,8 @@ def test_a_number_of_samples_that_set_epoch_changes_is_refused():
 
 def test_tensors_in_a_batch_of_any_form_go_to_the_device():
     Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})
-    one = torch.ones(2)
+    one, graph = torch.ones(2), types.SimpleNamespace(to=str)
+    assert tensors.to_device([graph], torch.device("meta")) == ["meta"]
     batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one), "mapping": collections.UserDict(x=one)}
     now = tensors.to_device(batch, torch.device("meta"))
     moved = [name for name, tensor in tensors.named_tensors(now) if tensor.is_meta]

@@ -14,6 +14,7 @@ from nets import NET, BlocksNet
 from runs import norm_net, plugins, run, same_tensors, weights
 from saves import bits
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from truth import file_plugins
 
 from lib import config
@@ -147,7 +148,8 @@ def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential()
     assert len(parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == 2
     nested = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1)])
     assert parallel.blocks(nn.Sequential(nested)) == list(nested)
-    assert parallel.blocks(nn.Linear(2, 2)) == []
+    assert parallel.blocks(nn.Linear(2, 2)) == parallel.blocks(nn.ModuleList([None])) == []
+    assert len(parallel.blocks(nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.Linear(2, 2)))) == 2
 
 
 def test_recompute_for_a_model_without_blocks_is_refused():

@@ -68,11 +68,6 @@ def acting(name, act):
     return overriding(**{name: lambda *args: [act(*args), getattr(trainer.Trainer, name)(*args)][1]})
 
 
-def add_noise(self):
-    for parameter in self.model.parameters():
-        parameter.grad += 0.01 * torch.randn_like(parameter)
-
-
 class EvaluatesInBetween(trainer.Trainer):
     def optimizer_step(self):
         norm = super().optimizer_step()
@@ -154,7 +149,7 @@ class HalfMomentum(torch.optim.Optimizer):
     """Keeps its momentum in 16 bits, its scale in 64, and a count that belongs to no parameter."""
 
     def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.01})
+        super().__init__(parameters, {"lr": None})
         self.state["all"]["steps"] = 0
 
     @torch.no_grad()
@@ -166,7 +161,7 @@ class HalfMomentum(torch.optim.Optimizer):
                 last = memory.get("momentum", torch.zeros_like(one)).float()
                 scale = memory.get("scale", [torch.zeros((), dtype=torch.float64)])[0]
                 memory["momentum"], memory["scale"] = (0.9 * last + one.grad).bfloat16(), [scale + 1 / 3]
-                one -= group["lr"] / scale.clamp_min(1).float() * memory["momentum"].float()
+                one -= 0.01 / scale.clamp_min(1).float() * memory["momentum"].float()
 
 
 class Regroups(trainer.Trainer):
@@ -225,6 +220,7 @@ def in_turn(self, batch):
 class Distils(trainer.Trainer):
     def __init__(self, *parts):
         super().__init__(*parts)
+        self.answers = types.SimpleNamespace(state_dict={}, load_state_dict={})  # which has no state
         self.teacher = copy.deepcopy(self.model).requires_grad_(False)
 
     def training_step(self, batch):
@@ -248,7 +244,9 @@ IN_TURN = overriding(training_step=in_turn)
 FROZEN_NORM = with_change(lambda self: self.model[2].eval())
 HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
 ADAGRAD = with_change(lambda self: setattr(self, "optimizer", Around(torch.optim.Adagrad(self.model.parameters()))))
-NOISE = acting("optimizer_step", add_noise)
+NOISE = acting(
+    "optimizer_step", lambda self: [p.grad.add_(torch.randn_like(p) / 99) for p in self.model.parameters()]
+)
 EDITS = (OwnStep, HalvesRate, NOISE, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
 EDITS += (HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, IN_TURN, with_change(bool, ema.Trainer))  # it lacks a flag
 
@@ -362,12 +360,10 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 
 
-def test_a_schedule_of_another_library_may_read_lr_scale(tmp_path):
-    own = overriding(set_learning_rate=lambda self: None)
-    with plugins(trainer={"own": with_change(lambda self: ConstantLR(self.optimizer), own)}):
-        folder = run(tmp_path, f"{FLAGS} -cpu 1 -trainer own")
-    groups = state.decode(state.read_manifest(folder / "checkpoints" / names(folder)[0])["states"]["optim"][1], {})
-    assert groups and not any("lr_scale" in group for group in groups)
+def test_a_schedule_of_another_library_may_read_lr_scale():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    parts = types.SimpleNamespace(optimizer=ConstantLR(optimizer).optimizer, more_optimizers=[optimizer])
+    assert not any("lr_scale" in group for group in trainer.Trainer.scheduled_groups(parts))
 
 
 @pytest.mark.parametrize("flags", ["", "-deterministic no"])
@@ -397,11 +393,10 @@ def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatc
             assert distance(both, one) < ROUNDING
 
 
-def test_a_loss_that_is_no_mean_over_targets_is_refused(monkeypatch, refused):
-    odd = {"mean over a batch, and is a sum": {"reduction": "sum"}, "of its class weights": {"weight": torch.ones(4)}}
-    for message, options in odd.items():
-        monkeypatch.setattr(loss, "get_loss", lambda args, options=options: nn.CrossEntropyLoss(**options))
-        assert message in refused(f"{FLAGS} -cpu 1")
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"weight": torch.ones(4)}])
+def test_a_loss_that_is_no_mean_over_targets_is_refused(options, monkeypatch, refused):
+    monkeypatch.setattr(loss, "get_loss", lambda args: nn.CrossEntropyLoss(**options))
+    assert "-loss cross_entropy is a sum or has class weights: it must be" in refused(f"{FLAGS} -cpu 1")
 
 
 def test_class_weights_may_change_at_a_resume(tmp_path):
@@ -494,7 +489,8 @@ def test_a_model_that_ddp_or_fsdp_cannot_train_is_one_line(refused):
     for odd in (nn.Embedding(4, 4, max_norm=1.0), nn.EmbeddingBag(4, 4, sparse=True), nn.SyncBatchNorm(4)):
         with plugins(arch={"odd": lambda args, odd=odd: nn.Sequential(nn.Flatten(), odd)}):
             assert f"several processes cannot train 1, {odd}: leave" in refused(f"{FLAGS} -arch odd -cpu 2")
-    with plugins(arch={"unused": unused_net}):
+    with plugins(arch={"unused": unused_net, "scripted": lambda args: torch.jit.script(nn.Linear(4, 4))}):
+        assert "torch.jit.script hides what a module has" in refused(f"{FLAGS} -arch scripted -cpu 1")
         assert "the parameter 1.idle.weight (2 in all): add -find_unused" in refused(f"{STOCK} -arch unused")
 
 
@@ -801,11 +797,7 @@ class NoSync(trainer.Trainer):
             return super().training_step(batch)
 
 
-PartCall = overriding(
-    training_step=lambda self, batch: self.loss(nn.Sequential(*state.unwrap(self.model))(batch[0]), batch[1])
-)
-
-
+PartCall = overriding(training_step=lambda self, batch: self.loss(state.unwrap(self.model)[:](batch[0]), batch[1]))
 EXCHANGES = acting("evaluation_step", lambda *_: torch.distributed.all_reduce(torch.ones(2)))
 OTHER_LOADER = overriding(on_epoch_end=lambda self: self.loaders.update(val=copy.copy(self.loaders["val"])))
 TWICE = overriding(backward=lambda self, *parts: [trainer.Trainer.backward(self, *parts) for _ in range(2)])

@@ -93,6 +93,7 @@ def test_deterministic_enables_deterministic_algorithms_and_keeps_the_users_sett
         with torch.autocast("cpu"):  # as around train.main in a notebook
             runtime.configure_kernels(World(), deterministic=False)
             assert not (torch.are_deterministic_algorithms_enabled() or torch.is_autocast_enabled("cpu"))
+            assert not torch._C._get_graph_executor_optimize(), "TorchScript's first calls have other bits then"
         runtime.configure_kernels(World(), deterministic=True)
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         runtime.configure_kernels(World(), deterministic=False)
