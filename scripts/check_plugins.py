@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from lib.core.loss import CrossEntropy
 from lib.core.replicas import OURS
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.errors import suggest
@@ -28,7 +29,7 @@ def warn(trainer: Any) -> None:
     own = kinds[: kinds.index(base)]
     names = {name for kind in own for name, one in vars(kind).items() if inspect.isfunction(one) and name[0] != "_"}
     names = names - {*dir(base), *dir(nn.Module)} | OF_OTHERS & {*dir(model)}
-    parts = {type(one) for root in find_parts(trainer).modules.values() for one in root.modules()}
+    parts = {type(one) for root in find_parts(trainer).modules.values() for one in root.modules()} - {CrossEntropy}
     with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook, or without its source
         text = "".join(map(inspect.getsource, {sys.modules[kind.__module__] for kind in (*own, model)}))
         for name in sorted(names):

@@ -313,7 +313,8 @@ def test_a_method_that_nothing_calls_and_a_loss_that_micro_batches_change_are_na
         said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -arch net -cpu 1"))
     assert re.findall(r"nor lib calls (\w+)", said) == [f"configure_{'optimizers'}", f"on_evaluation{'s'}"]
     assert f"on_evaluation{'s'}, of the trainer or the model (do you mean on_evaluation" in said
-    assert re.search(r"test_edits.py, line \d+: a mean over class weights changes with the number", said)
+    assert re.findall(r"(\w+.py), line \d+: a mean over class weights changes", said) == ["test_edits.py"]
+    assert "a loss that is a sum" not in said, "torch's sum in CrossEntropy is divided"
 
 
 def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
