@@ -258,14 +258,14 @@ class Trainer:
             if is_default and (group["lr"] != group.get("lr_set", group["lr"]) or "initial_lr" in group):
                 fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
                 raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
-            group["lr"] = group["lr_set"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = group["lr_set"] = lr * group["lr_ratio"] * group.get("lr_scale", 1.0)
 
     def scheduled_groups(self) -> list[dict]:
         """Return the groups of -optimizer's optimizers. A group's own learning rate is its peak, as -lr_start is."""
         groups = [group for one in (self.optimizer, *self.more_optimizers) for group in one.param_groups]
         groups = [group for group in groups if group.get("lr") is not None]  # else it has a schedule of its own
-        for group in (one for one in groups if "initial_lr" not in one):  # timm's schedules multiply by it, too
-            group.setdefault("lr_scale", float(group["lr"]) / self.args.lr_start)
+        for group in groups:
+            group.setdefault("lr_ratio", float(group["lr"]) / self.args.lr_start)
         return groups
 
     def optimizer_step(self) -> Tensor:

@@ -140,6 +140,7 @@ class Parts:
                 other.load_state_dict(state)
         for part, optimizer in self.optimizers.items():
             memory, groups, more = (decode(one, tensors) for one in [*states[part], None][:3])
+            groups = [{"lr_ratio": 1.0, **group} for group in groups]  # which older checkpoints lack
             own, members = optimizer.param_groups, [group["params"] for group in groups]
             if (names := self.trained(part)) != members[: len(own)]:
                 lost = {*itertools.chain(*names)} - {*itertools.chain(*members)}
@@ -148,7 +149,6 @@ class Parts:
                 for group, saved in zip(own, members, strict=False):
                     group["params"] = [parameters[name] for name in saved]
             for group in groups[len(own) :]:
-                group = {"lr_scale": 1.0, **group}  # which older checkpoints lack
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
             now, names = optimizer.state_dict()["param_groups"], [*itertools.chain(*self.trained(part))]
             for group, saved in zip(now, groups, strict=False):

@@ -357,13 +357,15 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
     with plugins(trainer={"own": OwnRates}):
         alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0 -save_every 1steps")
     groups = state.decode(state.read_manifest(alone / "checkpoints" / names(alone)[0])["states"]["optim"][1], {})
-    assert [group["lr_scale"] for group in groups] == pytest.approx([2.0, 0.2, 0.5, 2.0, 0.1])
+    scales = [group["lr_ratio"] * group.get("lr_scale", 1.0) for group in groups]
+    assert scales == pytest.approx([2.0, 0.2, 0.5, 2.0, 0.2])
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 
 
 def test_a_schedule_of_another_library_may_read_lr_scale():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    parts = types.SimpleNamespace(optimizer=ConstantLR(optimizer).optimizer, more_optimizers=[optimizer])
+    args = types.SimpleNamespace(lr_start=1.0)
+    parts = types.SimpleNamespace(optimizer=ConstantLR(optimizer).optimizer, more_optimizers=[optimizer], args=args)
     assert not any("lr_scale" in group for group in trainer.Trainer.scheduled_groups(parts))
 
 

@@ -96,7 +96,7 @@ def test_a_regression_takes_numbers_of_any_type(name, precision):
 @pytest.mark.parametrize("flags", ["", "-loss mse", "-loss huber"])
 @pytest.mark.parametrize("targets", [["a", "b"], [torch.ones(2), torch.ones(2)], (1, 2), {"x": 1}, None])
 def test_targets_that_are_no_tensor_are_one_line(targets, flags):
-    with pytest.raises(UsageError, match=rf"^the default .* for targets of type {type(targets).__name__}: python"):
+    with pytest.raises(UsageError, match=rf"^the default .* for targets of type {type(targets).__name__}: override"):
         losses.forward(nn.Identity(), (torch.randn(2, 4), targets), criterion(flags))
 
 
