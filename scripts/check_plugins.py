@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from lib.core.loss import CrossEntropy
 from lib.core.replicas import OURS
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.errors import suggest
@@ -29,7 +28,7 @@ def warn(trainer: Any) -> None:
     own = kinds[: kinds.index(base)]
     names = {name for kind in own for name, one in vars(kind).items() if inspect.isfunction(one) and name[0] != "_"}
     names = names - {*dir(base), *dir(nn.Module)} | OF_OTHERS & {*dir(model)}
-    parts = {type(one) for root in find_parts(trainer).modules.values() for one in root.modules()} - {CrossEntropy}
+    parts = {type(one) for root in find_parts(trainer).modules.values() for one in root.modules()}
     with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook, or without its source
         text = "".join(map(inspect.getsource, {sys.modules[kind.__module__] for kind in (*own, model)}))
         for name in sorted(names):
@@ -37,7 +36,7 @@ def warn(trainer: Any) -> None:
                 hint = suggest(name, vars(base).keys() - {name})
                 log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
         for module in {sys.modules[kind.__module__] for kind in {*own, *parts}}:
-            if OURS.match(str(module.__file__)):
+            if OURS.match(str(module.__file__)) and module.__name__ != "lib.core.loss":  # whose sum is divided later
                 for line, fault in faults(inspect.getsource(module), is_cut=len(trainer.plan.cut(0)) > 1):
                     log.warning("%s, line %d: %s", module.__file__, line, fault)
 
@@ -47,20 +46,33 @@ def faults(source: str, is_cut: bool) -> Iterator[tuple[int, str]]:
 
     A loss that is a mean over the samples gives micro-batches that add up to the gradient of the whole batch.
     """
-    for node in ast.walk(ast.parse(source)):
+    nodes = [*ast.walk(ast.parse(source))]
+    methods = {one.name for one in nodes if isinstance(one, ast.FunctionDef)} - {"evaluation_step"}
+    divided = {id(part) for one in nodes if _divides(one) for part in ast.walk(one)}
+    for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name == "evaluation_step" and len(node.args.args) > 1:
             names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
             names |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
-            if not names & {node.args.args[1].arg, "model"}:
+            if not names & {node.args.args[1].arg, "model", *methods}:
                 yield (
                     node.lineno,
                     "evaluation_step does not use its model, whose weights are kept: see evaluated_weights",
                 )
-        if is_cut and isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if is_cut and isinstance(node, ast.Call) and id(node) not in divided:
+            name = _name(node)
             options = {one.arg: getattr(one.value, "value", one) for one in node.keywords}  # of constants the values
             reduction, first = options.get("reduction", "mean"), node.args and name == "CrossEntropyLoss"
             if reduction == "sum":
-                yield node.lineno, f"a loss that is a sum {ADVICE}: divide it by the number of samples"
+                yield node.lineno, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
             elif name in WEIGHTED and reduction == "mean" and (first or options.get("weight") is not None):
                 yield node.lineno, f"a mean over class weights {ADVICE}: take -class_weights, or reduction='none'"
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def _divides(node: ast.AST) -> bool:
+    """Whether what is in this node may become a mean: a division, or a Ratio, which is one later."""
+    is_ratio = isinstance(node, ast.Call) and _name(node) == "Ratio"
+    return is_ratio or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import io
 import logging
 import math
@@ -180,7 +180,7 @@ def check_names(trainer: Any) -> None:
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)
         if replaced or hides or (name == "schedule" and not isinstance(own, dict)):
             raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
-    if importlib.util.find_spec("scripts.check_plugins"):  # which a project may have left out
+    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
         importlib.import_module("scripts.check_plugins").warn(trainer)
 
 

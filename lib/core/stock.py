@@ -105,4 +105,4 @@ class Engine:
         for module in self.modules if self.world.size > 1 else ():
             take_first([*module.buffers(), *(p for name, p in module.named_parameters() if is_statistic(name))])
         for module in self.wrapped:  # else DDP shares them in the next pass, which a rank may lack in an evaluation
-            module.require_forward_param_sync = False
+            self.sums = module.require_forward_param_sync = module.require_backward_grad_sync = False

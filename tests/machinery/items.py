@@ -7,7 +7,7 @@ class Items(Dataset):
     """Any items, with any attributes. A function among the items is called each time that its item is read."""
 
     def __init__(self, items, **attributes):
-        self.items = items
+        self.items = self.keys = items  # keys: as of records in a database
         vars(self).update(attributes)
 
     def __len__(self):

@@ -15,6 +15,7 @@ from lib.utils.errors import UsageError, load_optional
 ALONE = World()
 FILE = "weights.safetensors"
 OTHERS = "scripts.other_weights", "weights of other programs"
+FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # smaller ones have scales next to them
 IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
 
 
@@ -81,8 +82,7 @@ def load_into(
     for tensor, aliases in names.items():
         there = [given[found[name]] for name in aliases if name in found]
         same = [one for one in there if one.shape == tensor.shape]
-        floats = [one for one in same if one.is_floating_point() and one.itemsize > 1]  # else quantized, with scales
-        fitting = [one for one in same if one.dtype == tensor.dtype] + (floats if tensor.is_floating_point() else [])
+        fitting = [one for one in same if one.dtype == tensor.dtype or {one.dtype, tensor.dtype} <= FLOATS]
         if not fitting:
             kinds = [f"{one.dtype} {tuple(one.shape)}" for one in (*there[:1], tensor)]
             missing.append(aliases[0] + (f" ({kinds[0]} there, {kinds[1]} here)" if there else ""))

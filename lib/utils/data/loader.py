@@ -96,8 +96,8 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
         wanted = "a dataset or a dict of splits is needed: train is required, val, val_NAME and test may be there"
         raise UsageError(f"-dataset {name}: get_dataset returns {given}; {wanted}")
     for split, part in parts.items():
-        names = {*dir(part)}  # a dict and a DataFrame have keys
-        if isinstance(part, IterableDataset | tuple) or "keys" in names or not {"__len__", "__getitem__"} <= names:
+        is_table = hasattr(part, "iloc") or (isinstance(part, dict) and 0 not in part)  # columns, and no samples
+        if isinstance(part, IterableDataset | tuple) or is_table or not {"__len__", "__getitem__"} <= {*dir(part)}:
             kind = type(part).__name__
             raise UsageError(f"-dataset {name}: its {split} split is a {kind}, not data with len() and [index]")
         if len(part) == 0:
