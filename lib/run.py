@@ -66,7 +66,7 @@ class Run:
         """Return the loss on the device, with its weights if they follow from the data. Raises UsageError for a sum."""
         is_weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
         if type(loss).__module__.startswith("torch.") and (is_weighted or getattr(loss, "reduction", "mean") == "sum"):
-            raise UsageError(f"-loss {self.args.loss} is a sum or has class weights: it must be the mean over a batch (see -class_weights)")
+            raise UsageError(f"-loss {self.args.loss} must be the mean over a batch, no sum; see -class_weights")
         if self.args.class_weights == "balanced":
             sampling = load_optional("scripts.sampling", "-class_weights balanced")
             sampling.balance_loss(loss, self.splits["train"], self.args)

@@ -25,8 +25,8 @@ class Buffers:
 
     Running statistics: every micro-batch of a step starts from the same ones. The step ends with the mean of what the
     micro-batches made of them, weighted by their samples, over all ranks. A value that no micro-batch changed stays
-    as it is, to the bit, and so does one that would become NaN or infinite. Counts (num_batches_tracked) are what the
-    last micro-batch made of them.
+    as it is, to the bit, and so does one that would become NaN or infinite. Counts (num_batches_tracked) grow by the
+    mean over the micro-batches that changed them: a layer may be left out in some.
 
     All others, as counters and queues: each rank's passes change its own, as in plain PyTorch. After a step on
     several ranks they take rank 0's values, as under DDP.
@@ -64,12 +64,12 @@ class Buffers:
         self.ends = [buffer.clone() for buffer in _read(self.statistics)]
 
     def shares(self, micro_batch: MicroBatch) -> list[Tensor]:
-        """Return what is to be summed over the micro-batches: of each float its share, and whether it changed."""
+        """Return what the micro-batches add up: a float's share or a count's growth, and whether it changed."""
         share, to_sum = micro_batch.count / micro_batch.step_samples, []
         for start, end in zip(self.starts, self.ends, strict=True):
-            if end.is_floating_point():
-                kind = torch.promote_types(end.dtype, torch.float32)  # in which sums are exact enough
-                to_sum += [end.to(kind) * share, (end != start).to(kind)]
+            kind = torch.promote_types(end.dtype, torch.float32)  # in which sums are exact enough
+            part = end.to(kind) * share if end.is_floating_point() else (end - start).to(kind)
+            to_sum += [part, (end != start).to(kind)]
         return to_sum
 
     @torch.no_grad()
@@ -77,9 +77,10 @@ class Buffers:
         """End the passes of a step with the sums of `shares`."""
         parts = iter(sums)
         for buffer, start, end in zip(_read(self.statistics), self.starts, self.ends, strict=True):
-            if end.is_floating_point():
-                total, changes = next(parts), next(parts)
-                end = torch.where(changes > 0, total, start)
+            total, changes = next(parts), next(parts)
+            if not end.is_floating_point():
+                total = start + (total / changes.clamp_min(1)).round().to(end.dtype)
+            end = torch.where(changes > 0, total, start)
             buffer.copy_(torch.where(torch.isfinite(end), end, start))
         self.share()
 

@@ -65,11 +65,10 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     for part in parts if args.recompute else ():
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
     for name, one in model.named_modules() if world.size > 1 else ():
-        is_sync = isinstance(one, nn.SyncBatchNorm) and world.device.type == "cpu"
+        is_sync = isinstance(one, nn.SyncBatchNorm) and one.training and world.device.type == "cpu"
         is_table = isinstance(one, nn.Embedding | nn.EmbeddingBag)
         if is_sync or (is_table and (one.max_norm or (one.sparse and engine == "exact"))):
-            fault = f"-arch {args.arch}: several processes cannot train {name}, {one}"
-            raise UsageError(f"{fault}: leave out max_norm, sparse=True, and on CPUs SyncBatchNorm")
+            raise UsageError(f"{name} needs one process, as max_norm, sparse=True and, on CPUs, SyncBatchNorm do")
     if args.parallel == "fsdp" and world.size > 1:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)

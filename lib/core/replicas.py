@@ -30,7 +30,7 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
-FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved state stop".split()}
+FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved scaler state stop".split()}
 MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "trained"}  # by the trainer itself
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()}  # the last ones: of CrossEntropy
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}

@@ -104,5 +104,3 @@ class Engine:
         """Give all ranks the buffers of rank 0, before an evaluation or a save."""
         for module in self.modules if self.world.size > 1 else ():
             take_first([*module.buffers(), *(p for name, p in module.named_parameters() if is_statistic(name))])
-        for module in self.wrapped:  # else DDP shares them in the next pass, which a rank may lack in an evaluation
-            self.sums = module.require_forward_param_sync = module.require_backward_grad_sync = False

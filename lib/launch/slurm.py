@@ -90,13 +90,12 @@ def batch_script(args: Args, folder: Path, code: Path) -> str:
     python = f"{shlex.quote(sys.executable)} -u -m"
     # srun inherits no --cpus-per-task (Slurm 22.05). If a task is lost, the others may save their last step.
     srun = f"srun --unbuffered --cpus-per-task={cpus} --wait={int(args.grace_s) + 1}"
-    logs = shlex.quote(f"{folder}/%j_%t_log.out")
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {shlex.quote(f'--{option}')}" for option in given),
         "trap : TERM  # this shell must outlive the signal that stops its tasks",
         f"export PYTHONPATH={shlex.quote(f'{code}:{ROOT}')}${{PYTHONPATH:+:$PYTHONPATH}}",
-        f"{srun} --output={logs} {python} lib.launch.slurm",
+        f"{srun} --output={shlex.quote(f'{folder}/%j_%t_log.out')} {python} lib.launch.slurm",
         f"exec {python} scripts.slurm.requeue {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?",
     ]
     return "\n".join(lines) + "\n"

@@ -81,9 +81,10 @@ class Trainer:
         return done.loss
 
     def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Any]:
-        """Return "loss" and metrics of a batch of `count` targets (0: padding of FSDP), as `compute_metrics` does."""
+        """Return "loss" and metrics of a batch of `count` targets (0: padding), as `compute_metrics` does."""
         done = losses.forward(model, batch, self.loss)
-        return {"loss": metrics.Ratio(done.loss * count, count), **self.compute_metrics(done.outputs, done.targets)}
+        loss = done.loss.where(count > 0, 0) if isinstance(count, Tensor) else done.loss  # NaN if all are ignored
+        return {"loss": metrics.Ratio(loss * count, count), **self.compute_metrics(done.outputs, done.targets)}
 
     def compute_metrics(self, outputs: Any, targets: Any) -> dict[str, Any]:
         """Return the metrics of a batch, each as values of its samples, (B, ...), or as a Ratio. Override it."""
@@ -240,7 +241,12 @@ class Trainer:
         figures[0], figures[1] = loss.detach(), count
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # the number of targets comes later: rescale_gradients
+        frozen = [one for one in self.trained if not one.requires_grad]
+        for one in frozen:  # it may have been used in this pass before, as a GAN's critic
+            one.requires_grad_(True)
         self.engine.backward(self.scaler.scale(loss), micro_batch, figures)
+        for one in frozen:
+            one.requires_grad_(False)
 
     def rescale_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
         """Make the sums, weighted by count / step_samples, the gradient of the mean over all `total` targets, 0-d."""
@@ -325,8 +331,7 @@ class Trainer:
         number = int(every.rstrip(string.ascii_letters))  # epochs if there is no unit
         if "minute" in every:
             return self.stop.voted and self.checkpoints.is_late(number)
-        done = self.state.step if "step" in every else self.state.step / self.plan.steps
-        return done % number == 0
+        return (self.state.step if "step" in every else self.state.step / self.plan.steps) % number == 0
 
     def log_scalar(self, name: str, value: Any) -> None:
         """Log train/NAME: the mean over all calls since the last line, of a number, a tensor's values, or a Ratio.
@@ -419,7 +424,7 @@ class Trainer:
                 contexts.enter_context(context)
             is_stopped, self.measured = False, self.checks.norms()
             for micro_batch, batch in self.loaders[split].epoch(0):
-                if micro_batch.count or self.args.parallel == "fsdp":  # whose passes need all ranks, also for padding
+                if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # which exchange
                     count = self.count_targets(batch, micro_batch.count)
                     before = self.checks.count_collectives()
                     with self.precision:

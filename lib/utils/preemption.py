@@ -132,8 +132,8 @@ class Stop:
                 theirs.shutdown(socket.SHUT_WR)  # the thread reads the end, though loader processes have it open too
                 thread.join()
                 faulthandler.cancel_dump_traceback_later()
-                if os.getppid() != self.parent:  # its end sent the signal, before this process had a new parent
-                    log.info("the parent process is gone")
+                if self.signalled_at and os.getppid() != self.parent:
+                    log.info("the parent process is gone")  # its end sent the signal, before there was a new parent
 
     def _listen(self, pipe: socket.socket) -> None:
         while numbers := pipe.recv(64):

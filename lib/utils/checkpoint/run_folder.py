@@ -35,7 +35,7 @@ HINTS = {  # by what is in an error of torch
     "OutOfMemoryError": "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp",
     "FSDP state has already been": "under -parallel fsdp training_step calls the whole model, as self.model(...)",
     "mixed torch.Tensor and DTensor": "FSDP's blocks are called whole: give get_blocks others, or take -parallel ddp",
-    "graph a second time": "training_step calls no backward, which the trainer does: it returns the whole loss",
+    "graph a second time": "a tensor of an earlier pass is kept with its graph, as a hidden state: detach() it",
     "got Double and Float": "the samples are of 64 bits: let the dataset make them float32",
     "argument: 'closure'": "an optimizer that calls the loss again, as LBFGS or SAM, is for a train_step of your own",
     "DTensor random operators": "each rank would draw the same for its shard: take -parallel ddp",

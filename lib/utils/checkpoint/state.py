@@ -140,7 +140,7 @@ class Parts:
                 other.load_state_dict(state)
         for part, optimizer in self.optimizers.items():
             memory, groups, more = (decode(one, tensors) for one in [*states[part], None][:3])
-            groups = [{"lr_ratio": 1.0, **group} for group in groups]  # which older checkpoints lack
+            groups = [{"lr_ratio": 1.0, **group} if "lr_scale" in group else group for group in groups]  # older ones
             own, members = optimizer.param_groups, [group["params"] for group in groups]
             if (names := self.trained(part)) != members[: len(own)]:
                 lost = {*itertools.chain(*names)} - {*itertools.chain(*members)}

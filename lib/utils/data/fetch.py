@@ -189,7 +189,7 @@ class Fetch(Dataset):
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
-            if traceback.extract_tb(error.__traceback__)[-1].filename.endswith("data/_utils/collate.py"):
+            if "utils/collate" in str(traceback.extract_tb(error.__traceback__)[-1]) and "memory" not in str(error):
                 error = UsageError(f"{error}: give the dataset a collate_fn, which joins its samples")
             if isinstance(error := self.shared_file() or error, UsageError):
                 return micro_batch, UsageError(f"{error} (while {place})")  # raised, it would show a worker's

@@ -76,4 +76,4 @@ class MicroBatch:
 
 def rank_share(count: int, rank: int, size: int, round_robin: bool = False) -> range:
     """Return which of `count` micro-batches a rank computes: as many as others or one fewer; in a row, or in turn."""
-    return range(rank, count, size) if round_robin else range(rank * count // size, (rank + 1) * count // size)
+    return range(rank, count, size) if round_robin else range(*(-(-one * count // size) for one in (rank, rank + 1)))

@@ -17,7 +17,7 @@ from lib.utils.errors import UsageError, suggest
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
 MAX_LINE = 1 << 20  # bytes, of metrics.jsonl
-LOWER_IS_BETTER = ("loss", "bits_per_token", "mae", "mse", "rmse", "error", "perplexity")
+LOWER_IS_BETTER = {*"loss nll bits mae mse rmse mape error errors perplexity ppl wer cer".split()}  # words
 COUNT = "\0count"  # after a metric's name: the sum of its counts
 
 
@@ -140,7 +140,7 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
     """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
 
     `number`: of this validation, from 1. `metric` is the one to go by: a name, or NAME:min if less is better, as of
-    LOWER_IS_BETTER; without one accuracy, or else the loss. Raises UsageError if the evaluation does not give it.
+    words in LOWER_IS_BETTER; without one accuracy, or else the loss. Raises UsageError if it is not there.
     """
     name, _, direction = (metric or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
     given = ", ".join(figures) or "nothing"
@@ -150,7 +150,7 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
         if number == 1:
             log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
         return None
-    sign = -1 if direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER) else 1
+    sign = -1 if direction == "min" or (not direction and LOWER_IS_BETTER & {*name.split("/")[-1].split("_")}) else 1
     for figure in (name, "/".join([*name.split("/")[:-1], "loss"])):  # outputs that are NaN have an accuracy, too
         if math.isnan(figures.get(figure, 0.0)):
             log.warning("no best weights of this validation: its %s is NaN", figure)

@@ -45,12 +45,11 @@ class Throughput:
         """Return the figures since the last call, and the time left by that since the start, evaluations included."""
         now = time.monotonic()
         seconds = max(now - self._interval_start, 1e-9)
-        step_seconds = (now - self._start) / max(state.step - self._start_step, 1)
         figures = {
             "samples_per_s": (state.samples - self._samples) / seconds,
             "data_share": min(self._waited / seconds, 1.0),
             "memory_gb": memory(self.device) / 1e9,
-            "left_s": step_seconds * (self._total_steps - state.step),
+            "left_s": (self._total_steps - state.step) * (now - self._start) / max(state.step - self._start_step, 1),
         }
         self._samples, self._interval_start, self._waited = state.samples, now, 0.0
         return figures
@@ -59,8 +58,7 @@ class Throughput:
 def memory(device: torch.device) -> int:
     """Return peak memory in bytes: of torch on an accelerator, of this process on the CPU, with what it shares."""
     if device.type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return torch.accelerator.max_memory_allocated(device)

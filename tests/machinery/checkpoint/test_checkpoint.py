@@ -131,10 +131,10 @@ def test_best_is_the_highest_score_and_never_nan(caplog):
     best = metrics.new_best(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
     assert (best["metric"], best["value"]) == ("accuracy", 0.1)
     assert metrics.new_best(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None
-    for flag, wanted in (("rec", 3), ("rec:max", 3), ("rec:min", 1), ("loss:max", 3), ("mae", 1)):
+    for flag, wanted in (("rec", 3), ("rec:max", 3), ("rec:min", 1), ("loss:max", 3), ("mae", 1), ("box_loss", 1)):
         best = None
         for epoch, value in enumerate((2.0, 1.0, 5.0, 4.0)):
-            best = metrics.new_best(best, dict.fromkeys(("rec", "loss", "mae"), value), flag, epoch + 1) or best
+            best = metrics.new_best(best, {flag.partition(":")[0]: value}, flag, epoch + 1) or best
         assert best["evaluation"] == {3: 3, 1: 2}[wanted] and best["metric"] == flag.partition(":")[0]
     assert metrics.new_best(None, {"rec": 1.0}, None, 1) is None
     assert metrics.new_best({"metric": "rec", "value": 9.0, "score": 9.0}, {"rec": 1.0}, "rec:min", 6)

@@ -22,6 +22,7 @@ def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.
     nodes, count = {}, len(leaves)
     for rank, names in enumerate(exact.nodes_by_rank(count, size, round_robin)):
         own = {}
+        assert rank or rank_share(count, rank, size, round_robin), "its buffers are those of all"
         for leaf in rank_share(count, rank, size, round_robin):
             exact.add_leaf(own, leaf, [leaves[leaf].clone()])
         assert list(own) == names, "every rank knows what the others send"
