@@ -98,8 +98,8 @@ class Run:
         if self.changes:
             log.warning("changed since the run began: %s", self.changes)
         loaders = loader.open_loaders(self.splits, self.plan, world, args, self.stack)
-        step = resume.restore_state(self.past, self.plan).step
-        logger = Logger(folder.path, world, args, self.plan, step) if folder and world.is_writer else NoLogger()
+        state = resume.restore_state(self.past, self.plan)
+        logger = Logger(folder.path, world, args, self.plan, state) if folder and world.is_writer else NoLogger()
         self.stack.callback(logger.close)
         seeding.seed(seeding.TRAINER, args.seed)
         return loaders, logger

@@ -28,21 +28,21 @@ class NoLogger:
 class Logger:
     """The logger of a run, on its writers. A public method is one of NoLogger, too."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, start_step: int):
+    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any):
         from torch.utils.tensorboard import SummaryWriter, summary
 
-        self.folder, self.args, self.plan, self.start_step = folder, args, plan, start_step
+        self.folder, self.args, self.plan, self.start_step = folder, args, plan, state.step
         # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
-        self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
+        self.logged = metrics.truncate_lines(folder / "metrics.jsonl", state.samples)
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
         # TensorBoard drops what an earlier start has logged from purge_step on.
-        self._board: Any = SummaryWriter(folder, purge_step=start_step + 1)  # None once it cannot be written
+        self._board: Any = SummaryWriter(folder, purge_step=state.step + 1)  # None once it cannot be written
         flags = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
         self._board.file_writer.add_summary(summary.hparams(hparams, {})[1])
         # disable=None: no bar unless stderr is a terminal.
-        self.bar = tqdm(total=plan.total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
+        self.bar = tqdm(total=plan.total_steps, initial=state.step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = None
         if world.is_main and args.track != "none":
             self.tracker = load_optional("scripts.track", "-track").Tracker(args.track, folder)

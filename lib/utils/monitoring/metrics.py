@@ -169,16 +169,16 @@ def write_line(file: TextIO, figures: dict[str, Any]) -> None:
         log.warning("cannot write %s (%s): training continues", file.name, error)
 
 
-def truncate_lines(path: Path, step: int) -> set[str]:
-    """Cut off what follows a step's last line in metrics.jsonl. Returns the names of the figures that it has."""
+def truncate_lines(path: Path, samples: int) -> set[str]:
+    """Cut off what came after so many samples (a resume may count other steps). Returns the last figures' names."""
     end, names = 0, set()
     with files.open_regular(path, "a+b") as file:
         file.seek(0)
         while line := file.readline(MAX_LINE):
             with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
                 record = json.loads(line)
-                if record["step"] <= step and line.endswith(b"\n"):
-                    names |= record.keys() if record["step"] == step else set()
+                if record["samples"] <= samples and line.endswith(b"\n"):
+                    names |= record.keys() if record["samples"] == samples else set()
                     end = file.tell()
         file.truncate(end)
     return names

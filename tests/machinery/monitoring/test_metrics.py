@@ -95,11 +95,11 @@ def test_a_line_of_metrics_jsonl_is_written_at_once_and_valid_json_even_with_nan
 def test_a_resumed_run_truncates_metrics_jsonl_to_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert metrics.truncate_lines(path, 3) == set() and path.read_bytes() == b""
-    steps = [b'{"step": %d, "a": 1}\n' % step for step in range(1, 6)]
+    steps = [b'{"samples": %d, "a": 1}\n' % step for step in range(1, 6)]
     whole = b"".join(steps)
     for text, step, kept in (
-        (whole + b'{"step": 6, "lo', 3, 3),
-        (whole + b'{"step": 6, "lo', 9, 5),  # cut short by a kill
+        (whole + b'{"samples": 6, "lo', 3, 3),
+        (whole + b'{"samples": 6, "lo', 9, 5),  # cut short by a kill
         (whole[:-1], 9, 4),
         (whole + b"\0\0\0", 9, 5),  # after a power failure
         (whole, 0, 0),
@@ -107,7 +107,7 @@ def test_a_resumed_run_truncates_metrics_jsonl_to_its_checkpoint(tmp_path):
         path.write_bytes(text)
         names = metrics.truncate_lines(path, step)
         assert path.read_bytes() == b"".join(steps[:kept])
-        assert names == ({"step", "a"} if step == 3 else set())
+        assert names == ({"samples", "a"} if step == 3 else set())
 
 
 def test_a_full_disk_gives_a_warning_and_leaves_no_incomplete_line(tmp_path, caplog):
