@@ -52,5 +52,4 @@ def make_tokens(root, _monkeypatch=None):
 
 
 def image(file):
-    pixels = np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file)
+    Image.fromarray(np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)).save(file)

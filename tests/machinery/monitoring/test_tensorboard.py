@@ -27,7 +27,7 @@ from lib.utils.monitoring.logger import Logger, tensorboard_tag
 def log_loss(folder, flags, loss):
     """Log a loss as a run with these flags does."""
     args, plan = config.parse_args(flags.split()), Plan(100, 1, 1, total_steps=100)
-    logger = Logger(folder, World(), args, plan, start_step=0)
+    logger = Logger(folder, World(), args, plan, State())
     logger.log_evaluation(State(step=7, epoch=1), "val", {"loss": loss})
     logger.close()
 
@@ -65,9 +65,9 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
 def test_each_figure_is_there_once_at_its_step_after_a_resume_from_an_earlier_one(tmp_path):
     args, plan = config.parse_args([]), Plan(100, 1, 1, total_steps=100)
     for start, end in ((0, 33), (28, 60)):  # the newest checkpoint is that of step 28
-        logger = Logger(tmp_path, World(), args, plan, start)  # never closed, as if killed
+        logger = Logger(tmp_path, World(), args, plan, State(step=start, samples=start))  # never closed, as if killed
         for step in range(start + 1, end + 1):
-            logger.log_evaluation(State(step=step, epoch=1), "val", {"loss": 100.0 * end + step})
+            logger.log_evaluation(State(step=step, samples=step, epoch=1), "val", {"loss": 100.0 * end + step})
     board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
     shown = [(point.step, point.value) for point in board.Scalars(tensorboard_tag("val/loss"))]
     assert shown == [(line["step"], line["val/loss"]) for line in lines(tmp_path)]
