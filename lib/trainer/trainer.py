@@ -424,7 +424,7 @@ class Trainer:
                 contexts.enter_context(context)
             is_stopped, self.measured = False, self.checks.norms()
             for micro_batch, batch in self.loaders[split].epoch(0):
-                if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # which exchange
+                if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # need all ranks
                     count = self.count_targets(batch, micro_batch.count)
                     before = self.checks.count_collectives()
                     with self.precision:

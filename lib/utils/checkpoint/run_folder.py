@@ -37,7 +37,6 @@ HINTS = {  # by what is in an error of torch
     "mixed torch.Tensor and DTensor": "FSDP's blocks are called whole: give get_blocks others, or take -parallel ddp",
     "graph a second time": "a tensor of an earlier pass is kept with its graph, as a hidden state: detach() it",
     "got Double and Float": "the samples are of 64 bits: let the dataset make them float32",
-    "argument: 'closure'": "an optimizer that calls the loss again, as LBFGS or SAM, is for a train_step of your own",
     "DTensor random operators": "each rank would draw the same for its shard: take -parallel ddp",
     "Expected more than 1 value per channel": "take -drop_last, or another -batch_size, and -allow_change it",
     "device-side assert": "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index",

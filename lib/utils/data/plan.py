@@ -75,5 +75,6 @@ class MicroBatch:
 
 
 def rank_share(count: int, rank: int, size: int, round_robin: bool = False) -> range:
-    """Return which of `count` micro-batches a rank computes: as many as others or one fewer; in a row, or in turn."""
-    return range(rank, count, size) if round_robin else range(*(-(-one * count // size) for one in (rank, rank + 1)))
+    """Return which of `count` micro-batches a rank computes, rank 0 if there is one: in a row, or in turn."""
+    first, end = (math.ceil(place * count / size) for place in (rank, rank + 1))  # as many as others, or one fewer
+    return range(rank, count, size) if round_robin else range(first, end)
