@@ -49,6 +49,7 @@ class Run:
     ended: Callable[[], int | None]  # its exit code, once it has ended
     terminal: int | None = None  # the file descriptor of our end
     output: str = field(default="", repr=False)  # output read from the terminal
+    known: set[int] = field(default_factory=set, repr=False)
 
     def wait(self, limit: float = LIMIT) -> int:
         """Wait for the end and return the exit code, negative after a signal."""
@@ -100,11 +101,12 @@ class Run:
         return (self.folder / "final" / "weights.safetensors").read_bytes()
 
     def processes(self) -> set[int]:
-        """The living processes of its session and their descendants."""
+        """The living processes of its session, those that an earlier call found, and descendants of all these."""
         table = dict(_stat())
-        mine = {pid for pid, (parent, session) in table.items() if self.pid in (pid, session)}
+        mine = {pid for pid, (_, session) in table.items() if self.pid in (pid, session) or pid in self.known}
         while more := {pid for pid, (parent, _) in table.items() if parent in mine} - mine:
             mine |= more
+        self.known = mine
         return mine
 
     def wait_until_gone(self, limit: float = LIMIT):

@@ -16,8 +16,7 @@ INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
 def test_every_command_of_the_pages_has_a_known_form():
     assert len(COMMANDS) > 60
-    strange = [command for command in COMMANDS if not command.startswith((*FORMS, ". .venv/bin/activate"))]
-    assert strange == []
+    assert [command for command in COMMANDS if not command.startswith((*FORMS, ". .venv/bin/activate"))] == []
 
 
 def test_every_train_py_command_of_the_pages_can_be_parsed(tmp_path):

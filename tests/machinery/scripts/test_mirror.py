@@ -201,9 +201,9 @@ def test_killed_runs_and_copies_end_with_the_same_weights(start, s3_server, unin
     for step in (20, 33, 50):
         one = start("run", *flags, env=s3_server, fault={"do": "pause", "step": step})
         notes = one.wait_for_notes(2)
+        copies = [pid for pid in one.processes() if b"mirror.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         if step == 33:  # the copy is killed, too, wherever it is
-            pids = [pid for pid in one.processes() if b"mirror.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            [os.kill(pid, signal.SIGKILL) for pid in pids]
+            [os.kill(pid, signal.SIGKILL) for pid in copies]
         else:
             until(lambda: status.read_row(one.folder)["mirror"] == "whole", what=one.text)  # noqa: B023
             copied = saves.names(one.folder)[0]

@@ -83,8 +83,7 @@ def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_ou
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == decays
+    assert {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])} == decays
 
 
 @STEADY
