@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -38,17 +38,27 @@ def warn(trainer: Any) -> None:
             if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
                 hint = suggest(name, vars(base).keys() - {name})
                 log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
+        overrides = {name for kind in own for name in vars(kind)}
+        step = inspect.getsource(kinds[0].training_step)
+        is_logged = re.search(r"\.training_step\(|train_metrics", step) or "training_step" not in overrides
+        if trainer.args.train_metrics and not is_logged:
+            log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
+        # Of what is ignored, the trainer's own loss knows, too; of what passes keep, the checkpoints.
+        known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
+        known |= {"targets"} if "count_targets" in overrides else set()
+        known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
         for module in {sys.modules[kind.__module__] for kind in {*own, *parts}}:
             is_own = OURS.match(getattr(module, "__file__", None) or "")
             if is_own and module.__name__ != "lib.core.loss":  # whose sum is divided elsewhere
-                for line, fault in faults(inspect.getsource(module), is_cut=len(trainer.plan.cut(0)) > 1):
+                for line, fault in faults(inspect.getsource(module), len(trainer.plan.cut(0)) > 1, known):
                     log.warning("%s, line %d: %s", module.__file__, line, fault)
 
 
-def faults(source: str, is_cut: bool) -> Iterator[tuple[int, str]]:
-    """Yield lines, and what is wrong there: losses that are no means, if steps are cut; an evaluation_step.
+def faults(source: str, is_cut: bool, known: Collection[str] = ()) -> Iterator[tuple[int, str]]:
+    """Yield lines, and what is wrong there: losses that are no means, if steps are cut; what passes hand on; others.
 
     A loss that is a mean over the samples gives micro-batches that add up to the gradient of the whole batch.
+    `known`: attributes that are saved, and "targets" if those that a loss ignores are not counted.
     """
     nodes = [*ast.walk(ast.parse(source))]
     methods = {one.name for one in nodes if isinstance(one, ast.FunctionDef)} - {"evaluation_step"}
@@ -62,22 +72,56 @@ def faults(source: str, is_cut: bool) -> Iterator[tuple[int, str]]:
                     node.lineno,
                     "evaluation_step uses another model than the one that is kept: see evaluated_weights",
                 )
+        if isinstance(node, ast.FunctionDef):
+            for line, name in _handed_on(node):
+                if name not in known:
+                    yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
         if isinstance(node, ast.FunctionDef) and node.name == "training_step":
             for call in (one for one in ast.walk(node) if isinstance(one, ast.Call) and "clip_grad_" in _name(one)):
                 yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
         if is_cut and isinstance(node, ast.Call):
             name = _name(node)
             options = {one.arg: getattr(one.value, "value", one) for one in node.keywords}  # of constants the values
+            ignores = any(one.arg == "ignore_index" and ast.unparse(one.value) != "-100" for one in node.keywords)
             # A class takes the weights first, a function after outputs and targets.
             reduction, first = options.get("reduction", "mean"), len(node.args) > 2 * name.islower()
             if (reduction == "sum" or options.get("size_average", True) is False) and id(node) not in divided:
                 yield node.lineno, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
             elif name in WEIGHTED and reduction == "mean" and (first or options.get("weight") is not None):
                 yield node.lineno, f"a mean over class weights {ADVICE}: take -class_weights, or reduction='none'"
+            elif "targets" not in known and reduction == "mean" and (ignores or name in ("CTCLoss", "ctc_loss")):
+                yield (
+                    node.lineno,
+                    f"a mean over some targets {ADVICE}: override count_targets, to return their number",
+                )
 
 
 def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def _handed_on(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield lines and attributes of `self` that are detached there as an earlier call has left them."""
+    for node in (one for one in ast.walk(function) if isinstance(one, ast.Call | ast.GeneratorExp | ast.ListComp)):
+        name = _name(node) if isinstance(node, ast.Call) else ""
+        if name == "detach":
+            loads = _attributes(node, ast.Load) - {"detach"}
+        elif re.search("detach_|repackage", name) or (not name and ".detach()" in ast.unparse(node)):
+            loads = _attributes(node, ast.Load)
+        else:
+            continue
+        statements = [one for one in ast.walk(function) if isinstance(one, ast.stmt) and one is not function]
+        after = [one for one in statements if (one.end_lineno or 0) >= node.lineno]
+        first = [one for one in function.body if one.lineno < node.lineno and not isinstance(one, ast.If)]
+        for name in sorted(loads & {name for one in after for name in _attributes(one, ast.Store)}):
+            if not any(name in _attributes(one, ast.Store) for one in first):
+                yield node.lineno, name
+
+
+def _attributes(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    """Return the names of the attributes of `self` that are read or set in this node."""
+    found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, context)]
+    return {one.attr for one in found if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
 def _divides(node: ast.AST) -> bool:

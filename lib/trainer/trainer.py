@@ -212,8 +212,7 @@ class Trainer:
             raise UsageError("-fp16: optimizer_step must call clip_gradients(), which takes the scaler's factor out")
         if not isinstance(norm, Tensor) or norm.ndim:
             raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
-        takes_all = type(self).due_optimizers is Trainer.due_optimizers
-        if takes_all and self.is_whole and self.checks.steps < 4 and math.isfinite(norm):
+        if self.is_whole and self.checks.steps < 4 and math.isfinite(norm):
             log.warning("optimizer_step lets no optimizer step; gradients of several do not add up: see -batch_size")
         self.pending_norms.append(norm)
         self.state.step += 1

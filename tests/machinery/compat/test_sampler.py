@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from lib.utils.compat.samplers import (
-    AdvancedTooFarError,
-    HasNotResetProgressError,
-    InterruptableDistributedGroupedBatchSampler,
-    InterruptableDistributedSampler,
-    InterruptableSampler,
-    InterruptibleSampler,
-)
+from lib.utils.compat import samplers as compat
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=150)
 SIZES, WORLDS, SEEDS, EPOCHS = st.integers(0, 200), st.integers(1, 9), st.integers(0, 2**31), st.integers(0, 50)
@@ -25,7 +18,7 @@ OPTIONS = st.fixed_dictionaries({"shuffle": st.booleans(), "seed": SEEDS, "drop_
 RUNS = st.lists(st.tuples(WORLDS, st.integers(0, 30)), max_size=6)  # numbers of ranks, and of samples before the stop
 
 
-def samplers(ranks, n, cls=InterruptableDistributedSampler, state=None, **options):
+def samplers(ranks, n, cls=compat.InterruptableDistributedSampler, state=None, **options):
     """One sampler for each rank, with the state loaded."""
     made = [cls(range(n), num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
     for sampler in made if state else ():
@@ -44,7 +37,7 @@ def take(sampler, count):
 @given(n=SIZES, ranks=WORLDS, epochs=st.lists(EPOCHS, max_size=4), options=OPTIONS)
 def test_every_epoch_has_the_order_of_torchs_sampler(n, ranks, epochs, options):
     for rank in range(ranks):
-        ours = InterruptableDistributedSampler(range(n), ranks, rank, **options)
+        ours = compat.InterruptableDistributedSampler(range(n), ranks, rank, **options)
         theirs = DistributedSampler(range(n), ranks, rank, **options)
         for epoch in [0, *epochs]:
             theirs.set_epoch(epoch)
@@ -75,20 +68,20 @@ def test_an_epoch_with_changing_numbers_of_ranks_has_each_sample_once(n, epoch, 
 @STEADY
 @given(n=st.integers(1, 200), seed=SEEDS, stop=st.integers(0, 250), epoch=EPOCHS)
 def test_a_sampler_of_a_shard_visits_all_of_it(n, seed, stop, epoch):
-    assert InterruptibleSampler is InterruptableSampler
-    first = InterruptableSampler(range(n), num_replicas=4, rank=3, seed=seed)
+    assert compat.InterruptibleSampler is compat.InterruptableSampler
+    first = compat.InterruptableSampler(range(n), num_replicas=4, rank=3, seed=seed)
     first.set_epoch(epoch)
     seen = take(first, min(stop, n))
-    second = InterruptableSampler(range(n), seed=seed)
+    second = compat.InterruptableSampler(range(n), seed=seed)
     second.load_state_dict(first.state_dict())
     assert seen + list(second) == truth.order(n, seed=seed, epoch=epoch) and len(second) == n
 
 
 def test_advancing_past_the_end_is_an_error_and_changes_nothing():
-    sampler = InterruptableDistributedSampler(range(10), 3, 0)
+    sampler = compat.InterruptableDistributedSampler(range(10), 3, 0)
     sampler.advance(3)
     for wrong in (2, -4):
-        with pytest.raises(AdvancedTooFarError, match=rf"progress {3 + wrong} .*0\.\.4"):
+        with pytest.raises(compat.AdvancedTooFarError, match=rf"progress {3 + wrong} .*0\.\.4"):
             sampler.advance(wrong)
     assert sampler.progress == 3
     sampler.advance(1)
@@ -96,12 +89,12 @@ def test_advancing_past_the_end_is_an_error_and_changes_nothing():
 
 
 def test_set_epoch_is_refused_during_an_epoch():
-    sampler = InterruptableDistributedSampler(range(10), 1, 0)
+    sampler = compat.InterruptableDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(1)
     sampler.advance(4)
     sampler.set_epoch(1)
     for attempt in (lambda: sampler.set_epoch(2), lambda: sampler.in_epoch(2).__enter__()):
-        with pytest.raises(HasNotResetProgressError, match=r"epoch 2 .*progress 4 of epoch 1"):
+        with pytest.raises(compat.HasNotResetProgressError, match=r"epoch 2 .*progress 4 of epoch 1"):
             attempt()
     fewer = samplers(2, 10, state=sampler.state_dict())[0]
     assert fewer.progress == 0 and len(fewer) == 3
@@ -116,7 +109,7 @@ GROUPS = st.lists(st.integers(-2, 4), max_size=120)
 
 
 def grouped_samplers(ranks, groups, state=None, **options):
-    kind = InterruptableDistributedGroupedBatchSampler
+    kind = compat.InterruptableDistributedGroupedBatchSampler
     return samplers(ranks, len(groups), kind, state, group_ids=groups, **options)
 
 

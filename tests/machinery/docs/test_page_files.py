@@ -63,9 +63,8 @@ def output(fork):
 
 
 def test_the_files_in_the_pages_train(fork, output):
-    assert {name.split("/")[-1][:-3] for name in FILES if name.startswith("lib/")} == {
-        word for kind in PAGE_PLUGINS.values() for word in kind if not word.startswith("my_")
-    }
+    used = {word for kind in PAGE_PLUGINS.values() for word in kind if not word.startswith("my_")}
+    assert {name.split("/")[-1][:-3] for name in FILES if name.startswith("lib/")} == used
     last = {run: {name: value for line in lines(fork / "out" / run) for name, value in line.items()} for run in RUNS}
     assert min(last[run]["val/accuracy"] for run in ("stripes_tiny", "rings_planar", "free")) > 0.9
     assert last["saddle_planar"]["val/mae"] < 0.05 and last["above_tagger"]["val/bits_per_token"] < 0.2

@@ -69,12 +69,9 @@ def test_the_sbatch_file_tells_torchrun_who_the_host_is(project, variables, flag
     (project / "two.yaml").write_text("cpu: 2\n")
     (project / "tries.py").write_text(TRIES)
     fake_program(project, "scontrol", "[ $1 = show ] && printf 'jwb0001\\njwb0002\\n'")
-    fake_program(
-        project,
-        "srun",
-        'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
-        'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done',
-    )
+    loop = 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
+    loop += 'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done'
+    fake_program(project, "srun", loop)
     python = f'case "$*" in *torch.distributed.run*) {AGENT} ;; *) exec {sys.executable} "$@" ;; esac'
     fake_program(project, "python_of_the_job", python)
     job = {"SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}

@@ -248,9 +248,7 @@ FROZEN_LATE = with_change(  # as a GAN's critic is before the backward pass
     lambda self: self.model.register_forward_pre_hook(lambda model, _: model.requires_grad_(True) and None),
     acting("backward", lambda self, *_: self.model.requires_grad_(False)),
 )
-NOISE = acting(
-    "optimizer_step", lambda self: [p.grad.add_(torch.randn_like(p) / 99) for p in self.model.parameters()]
-)
+NOISE = acting("optimizer_step", lambda self: [p.grad.add_(torch.randn_like(p) / 99) for p in self.trained])
 EDITS = (OwnStep, HalvesRate, NOISE, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
 EDITS += (FROZEN_LATE, HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, IN_TURN)
 EDITS += (with_change(bool, ema.Trainer),)  # it lacks a flag
@@ -260,9 +258,8 @@ EDITS += (with_change(bool, ema.Trainer),)  # it lacks a flag
 def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, plain, tmp_path):
     with plugins(trainer={"edit": edit}):
         alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer edit -train_metrics")
-    assert same_tensors(weights(alone), plain) == (edit in (EvaluatesInBetween, FROZEN_LATE)), (
-        "all others have an effect"
-    )
+    has_no_effect = edit in (EvaluatesInBetween, FROZEN_LATE)
+    assert same_tensors(weights(alone), plain) == has_no_effect
     last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
     assert edit is not OwnStep or last == pytest.approx(1e-6), "it follows the schedule"
     sure = {name: one for line in lines(alone) for name, one in line.items() if name.endswith("/sure")}
@@ -316,19 +313,33 @@ class Habit(trainer.Trainer):
 def test_a_method_that_nothing_calls_and_a_loss_that_micro_batches_change_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(check_plugins, "OURS", re.compile(".*/tests/"))
     net = type("Net", (nn.Sequential,), {f"configure_{'optimizers'}": lambda self: None})
-    with plugins(trainer={"habit": type("Inherits", (Habit,), {})}, arch={"net": lambda args: net(*plain_net())}):
-        said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -arch net -cpu 1"))
+    inherits = type("Inherits", (Habit,), {"training_step": lambda self, batch: self.model(batch[0]).mean()})
+    with plugins(trainer={"habit": inherits}, arch={"net": lambda args: net(*plain_net())}):
+        said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -arch net -cpu 1 -train_metrics"))
     assert re.findall(r"nor lib calls (\w+)", said) == [f"configure_{'optimizers'}", f"on_evaluation{'s'}"]
     assert f"on_evaluation{'s'}, of the trainer or the model (do you mean on_evaluation" in said
     assert re.findall(r"(\w+.py), line \d+: a mean over class weights changes", said) == ["test_edits.py"]
     assert "a loss that is a sum" not in said, "torch's sum in CrossEntropy is divided"
+    assert "-train_metrics: this training_step logs none" in said
 
 
 def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
     source = "F.cross_entropy(a, b, w, reduction='sum')\nnn.NLLLoss(weight=w)\nnn.CrossEntropyLoss(w)\n"
     source += "".join(f"def evaluation_step(self, net, batch, n): self.{one}()\n" for one in ("ema", "model"))
     source += "nn.NLLLoss(weight=None)\nnn.CrossEntropyLoss(weight=w, reduction='none')\ng(reduction='sum') / 8"
-    assert [[line for line, _ in check_plugins.faults(source, cut)] for cut in (True, False)] == [[4, 1, 2, 3], [4]]
+    source += "\nF.cross_entropy(a, b, ignore_index=PAD)\nF.cross_entropy(a, b, ignore_index=-100)\nnn.CTCLoss()"
+    tries = ((True, ()), [4, 1, 2, 3, 9, 11]), ((True, {"targets"}), [4, 1, 2, 3]), ((False, ()), [4])
+    assert [[line for line, _ in check_plugins.faults(source, *given)] for given, _ in tries] == [
+        one for _, one in tries
+    ]
+
+
+def test_what_a_pass_takes_from_the_one_before_is_found():
+    for use in ("tuple(one.detach() for one in self.h)", "repackage_hidden(self.h)", "self.h.detach()"):
+        text = f"def forward(self, x):\n %s\n self.h = self.rnn(x, {use})"
+        carried, own = text % "if x: self.h = x", text % "self.h = x"
+        assert [fault[:6] for _, fault in check_plugins.faults(carried, True)] == ["self.h"]
+        assert not [*check_plugins.faults(own, True), *check_plugins.faults(carried, True, {"h"})]
 
 
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
@@ -433,13 +444,14 @@ class ThawsAlone(trainer.Trainer):
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_gradients_that_no_optimizer_uses_are_named(engine, tmp_path, caplog):
     waits = overriding(optimizer_step=lambda self: torch.zeros(()))
-    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": BARE, "waits": waits}
+    sums = overriding(due_optimizers=lambda self: self.all_optimizers if self.state.step % 2 else [])
+    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": BARE, "waits": waits, "sums": sums}
     with plugins(trainer=edits, arch={"plain": plain_net}):
         for name in edits:
             run(tmp_path, f"{FLAGS} -arch plain -trainer {name} -cpu 1 -model {name} {engine}")
     for named in ("trainer.scale (1 in all)", "1.weight (2 in all)", "trainer.layer.weight (2 in all)"):
         assert f"no optimizer trains {named}, which has a gradient" in caplog.text
-    assert caplog.text.count("optimizer_step lets no optimizer step") == 4
+    assert caplog.text.count("optimizer_step lets no optimizer step") == 6
 
 
 def with_buffer(made):
