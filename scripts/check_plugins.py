@@ -6,18 +6,22 @@ import inspect
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
+from lib.core import replicas
 from lib.core.replicas import OURS
 from lib.utils.checkpoint.state import find_parts, unwrap
+from lib.utils.data.fetch import nested
 from lib.utils.errors import suggest
 
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
 WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
+ADDING = {"append", "extend"}
 ADVICE = "changes with the number of micro-batches and processes"
 
 
@@ -47,57 +51,81 @@ def warn(trainer: Any) -> None:
         known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
         known |= {"targets"} if "count_targets" in overrides else set()
         known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
+        is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
         for module in {sys.modules[kind.__module__] for kind in {*own, *parts}}:
             is_own = OURS.match(getattr(module, "__file__", None) or "")
             if is_own and module.__name__ != "lib.core.loss":  # whose sum is divided elsewhere
-                for line, fault in faults(inspect.getsource(module), len(trainer.plan.cut(0)) > 1, known):
+                for line, fault in faults(inspect.getsource(module), is_cut, is_shared, known):
                     log.warning("%s, line %d: %s", module.__file__, line, fault)
+        loader = trainer.loaders["train"]
+        for kind in {type(one) for one in nested(loader.dataset)} if loader.workers else ():
+            for name in counters(inspect.getsource(kind)) if replicas.is_own(kind) else ():
+                log.warning("%s.%s counts in each loader process by itself (-workers)", kind.__name__, name)
 
 
-def faults(source: str, is_cut: bool, known: Collection[str] = ()) -> Iterator[tuple[int, str]]:
-    """Yield lines, and what is wrong there: losses that are no means, if steps are cut; what passes hand on; others.
+def faults(
+    source: str, is_cut: bool, is_shared: bool = False, known: Collection[str] = ()
+) -> Iterator[tuple[int, str]]:
+    """Yield lines of a file, and what is wrong there: with losses if steps are cut, with evaluations, between passes.
 
-    A loss that is a mean over the samples gives micro-batches that add up to the gradient of the whole batch.
-    `known`: attributes that are saved, and "targets" if those that a loss ignores are not counted.
+    `is_shared`: there are several processes. `known`: attributes that are saved, and "targets" if those that a loss
+    ignores are not counted.
     """
-    nodes = [*ast.walk(ast.parse(source))]
-    methods = {one.name for one in nodes if isinstance(one, ast.FunctionDef)} - {"evaluation_step"}
-    divided = {id(part) for one in nodes if _divides(one) for part in ast.walk(one)}
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and node.name == "evaluation_step" and len(node.args.args) > 1:
-            names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-            names |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
-            if not names & {node.args.args[1].arg, "model", *methods}:
-                yield (
-                    node.lineno,
-                    "evaluation_step uses another model than the one that is kept: see evaluated_weights",
-                )
-        if isinstance(node, ast.FunctionDef):
-            for line, name in _handed_on(node):
-                if name not in known:
-                    yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
-        if isinstance(node, ast.FunctionDef) and node.name == "training_step":
-            for call in (one for one in ast.walk(node) if isinstance(one, ast.Call) and "clip_grad_" in _name(one)):
-                yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
-        if is_cut and isinstance(node, ast.Call):
-            name = _name(node)
-            options = {one.arg: getattr(one.value, "value", one) for one in node.keywords}  # of constants the values
-            ignores = any(one.arg == "ignore_index" and ast.unparse(one.value) != "-100" for one in node.keywords)
-            # A class takes the weights first, a function after outputs and targets.
-            reduction, first = options.get("reduction", "mean"), len(node.args) > 2 * name.islower()
-            if (reduction == "sum" or options.get("size_average", True) is False) and id(node) not in divided:
-                yield node.lineno, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
-            elif name in WEIGHTED and reduction == "mean" and (first or options.get("weight") is not None):
-                yield node.lineno, f"a mean over class weights {ADVICE}: take -class_weights, or reduction='none'"
-            elif "targets" not in known and reduction == "mean" and (ignores or name in ("CTCLoss", "ctc_loss")):
-                yield (
-                    node.lineno,
-                    f"a mean over some targets {ADVICE}: override count_targets, to return their number",
-                )
+    tree = ast.parse(source)
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    methods = {one.name for one in functions} - {"evaluation_step"}
+    for function in functions:
+        if function.name == "evaluation_step" and len(function.args.args) > 1:
+            names = {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
+            names |= {one.attr for one in ast.walk(function) if isinstance(one, ast.Attribute)}
+            if not names & {function.args.args[1].arg, "model", *methods}:
+                fault = "evaluation_step uses another model than the one that is kept: see evaluated_weights"
+                yield function.lineno, fault
+            if is_shared and not re.search("gather|all_reduce", source):
+                for line, name in _collected(function):
+                    advice = "return Ratio(sum, count), or gather it in on_evaluation"
+                    yield line, f"self.{name} has what this process alone evaluates: {advice}"
+        if function.name == "training_step":
+            for call in _calls(function):
+                if "clip_grad_" in _name(call):
+                    yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
+        for line, name in _handed_on(function):
+            if name not in known:
+                yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
+    if is_cut:
+        yield from _no_means(tree, knows_targets="targets" in known)
 
 
-def _name(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
+    """Yield lines with losses that are no means over samples: those of micro-batches add up to another gradient."""
+    divided = {id(part) for one in ast.walk(tree) if _divides(one) for part in ast.walk(one)}
+    for call in _calls(tree):
+        name = _name(call)
+        options = {one.arg: getattr(one.value, "value", one) for one in call.keywords}  # of constants the values
+        ignores = any(one.arg == "ignore_index" and ast.unparse(one.value) != "-100" for one in call.keywords)
+        # A class takes the weights first, a function after outputs and targets.
+        reduction, first = options.get("reduction", "mean"), len(call.args) > 2 * name.islower()
+        if (reduction == "sum" or options.get("size_average", True) is False) and id(call) not in divided:
+            yield call.lineno, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
+        elif name in WEIGHTED and reduction == "mean" and (first or options.get("weight") is not None):
+            yield call.lineno, f"a mean over class weights {ADVICE}: take -class_weights, or reduction='none'"
+        elif not knows_targets and reduction == "mean" and (ignores or name in ("CTCLoss", "ctc_loss")):
+            yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
+
+
+def counters(source: str) -> set[str]:
+    """Return the attributes that a dataset's class adds to while it reads samples."""
+    tree = ast.parse(textwrap.dedent(source))
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and "__getitem" in one.name]
+    return {name for function in functions for _, name in _collected(function)}
+
+
+def _collected(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield lines and attributes of `self` that something is added to."""
+    sums = [(one.lineno, one.target) for one in ast.walk(function) if isinstance(one, ast.AugAssign)]
+    for line, target in sums + [(one.lineno, one.func) for one in _calls(function) if _name(one) in ADDING]:
+        for name in _attributes(target, ast.expr_context):
+            yield line, name
 
 
 def _handed_on(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
@@ -122,6 +150,14 @@ def _attributes(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
     """Return the names of the attributes of `self` that are read or set in this node."""
     found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, context)]
     return {one.attr for one in found if isinstance(one.value, ast.Name) and one.value.id == "self"}
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _divides(node: ast.AST) -> bool:

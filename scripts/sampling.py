@@ -141,6 +141,8 @@ def balance_loss(loss: nn.Module, dataset: Any, args: Namespace) -> None:
     if args.balance or option(dataset, "sampler") is not None:
         raise UsageError("-class_weights balanced counts samples as they are listed: not if a sampler draws them")
     labels, count = class_numbers(dataset, "-class_weights balanced"), args.num_classes
+    if len(labels) != len(dataset):
+        raise UsageError(f"-class_weights balanced: {len(labels)} labels for {len(dataset)} training samples")
     if labels.ndim == 2 and labels.shape[1] == count and labels.max() < 2:
         raise UsageError(f"-class_weights balanced needs class numbers: {tuple(labels.shape)} labels are one-hot")
     labels = labels[labels != args.ignore_index]

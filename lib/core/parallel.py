@@ -67,20 +67,17 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     for name, one in model.named_modules() if world.size > 1 else ():
         is_sync = isinstance(one, nn.SyncBatchNorm) and one.training and world.device.type == "cpu"
         is_table = isinstance(one, nn.Embedding | nn.EmbeddingBag)
-        if is_sync or (is_table and (one.max_norm or (one.sparse and engine == "exact"))):
-            raise UsageError(f"{name} needs one process, as max_norm, sparse=True and, on CPUs, SyncBatchNorm do")
+        if is_sync or (is_table and (one.max_norm or one.scale_grad_by_freq or (one.sparse and engine == "exact"))):
+            raise UsageError(f"{name} needs one process, as max_norm, sparse=True, scale_grad_by_freq, SyncBatchNorm")
     if args.parallel == "fsdp" and world.size > 1:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)
     if world.size == 1:
         return model
     # It compares the models of all ranks, and gives them rank 0's values.
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=None if world.device.type == "cpu" else [world.device],
-        find_unused_parameters=args.find_unused,
-        gradient_as_bucket_view=engine == "stock",
-    )
+    devices = None if world.device.type == "cpu" else [world.device]
+    options = {"find_unused_parameters": args.find_unused, "gradient_as_bucket_view": engine == "stock"}
+    wrapped = DistributedDataParallel(model, devices, **options)
     vars(wrapped)["trained"] = [one for one in model.parameters() if one.requires_grad]  # which it will sum
     if engine == "exact" and getattr(wrapped, "_comm_hooks", ()):
         raise UsageError("DDP's communication hook has no effect in the exact engine: take -deterministic no")
@@ -116,7 +113,10 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
     mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
     shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
     take_first([*model.parameters(), *model.buffers()])
-    groups = _untied(model, parts)  # the rest, as embeddings, is the root's: in 32 bits, as under DDP
+    named = [module.named_parameters(remove_duplicate=False) for module in (model, *parts)]
+    everywhere, *uses = (Counter(parameter for _, parameter in one) for one in named)
+    # What is tied to the rest of the model is the root's, as that is: in 32 bits, as under DDP.
+    groups = [part for part, own in zip(parts, uses, strict=True) if all(everywhere[one] == own[one] for one in own)]
     for part in groups:
         shard(part, mp_policy=precision(part))
     shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else precision(model))
@@ -144,13 +144,6 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
     for number, name in enumerate(names):
         model.get_submodule(name).register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)
     model.register_forward_hook(lambda *_: agree(-1))
-
-
-def _untied(model: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
-    """Return the parts that share no parameter with the rest of the model. The others stay in the root's group."""
-    named = [module.named_parameters(remove_duplicate=False) for module in (model, *parts)]
-    everywhere, *uses = (Counter(parameter for _, parameter in one) for one in named)
-    return [part for part, own in zip(parts, uses, strict=True) if all(everywhere[one] == own[one] for one in own)]
 
 
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:

@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 import sys
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lib.core.buffers import is_statistic
+from lib.core.buffers import is_statistic, take_first
 from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
@@ -33,8 +34,10 @@ log = logging.getLogger(__name__)
 FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved scaler state stop".split()}
 MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "trained"}  # by the trainer itself
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()}  # the last ones: of CrossEntropy
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+VALUES = int | float | str | Tensor | np.ndarray
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run\.py|utils/(?!data|monitoring))|.*/python3[^/]*/"
+NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
@@ -54,18 +57,14 @@ class Checks:
             raise UsageError("the training samples got their weights after get_dataset, too late: set them there")
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
-        self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
-        self.fixed: dict[str, str] = {}  # of its tensors, with their shapes: those that have not changed since
+        self.made = plain_values(trainer)
+        self.values: dict[str, Any] = {}  # the same before this start's second step: the first may build caches
+        self.fixed: dict[str, str] = {}  # of what the first step changed, and of tensors: what has not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.count = 0  # of the steps at which there was a check
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
-
-    def count_step(self) -> None:
-        """Count a step; after the first one of this start, note what no checkpoint has."""
-        self.values = self.values or plain_values(self.trainer)
-        self.steps += 1
 
     @contextlib.contextmanager
     def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -129,8 +128,9 @@ class Checks:
         self.count += state.step != self.agreed  # and not of the save after an evaluation
         is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # 1 to 8, later each 4th
         now = plain_values(self.trainer) if self.values and is_turn and state.step != self.agreed else {}
-        same = {name: mark for name, mark in now.items() if isinstance(mark, str) and mark == self.values.get(name)}
-        self.fixed = {f"{name} {mark.rpartition(' ')[0]}": mark for name, mark in same.items()} if now else self.fixed
+        same = {name: mark for name, mark in now.items() if mark is not None and mark == self.values.get(name)}
+        kept = {name: str(mark) for name, mark in same.items() if type(mark) is str or mark != self.made.get(name)}
+        self.fixed = {f"{name} {mark}".rpartition(" ")[0]: mark for name, mark in kept.items()} if now else self.fixed
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
         parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
         is_due = known and self.steps and self.agreed != state.step  # no step has trained what an epoch's end thaws
@@ -142,10 +142,11 @@ class Checks:
         names = [name for name, mark in now.items() if None not in (mark, known[name]) and mark != known[name]]
         self.values = known | dict.fromkeys(names)  # named once
         if names:
-            advice = "compute it from the step, or make it a saved buffer or a state that is the same on all ranks"
+            advice = "right if each step sets it before use; else make it a saved buffer or state, alike on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
-        if self.trainer.plan.engine == "stock":  # DDP shares them in the next pass; the exact engine after each
-            self.trainer.engine.share_buffers()
+        is_due = self.trainer.plan.engine == "stock" and self.trainer.world.size > 1
+        for root in parts.modules.values() if is_due else ():  # DDP shares buffers in the next pass
+            take_first([*root.buffers(), *(one for name, one in root.named_parameters() if is_statistic(name))])
         self.compare(f"at step {state.step}; at step {self.agreed} all were the same")
         self.agreed = state.step
 
@@ -194,7 +195,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts_of(trainer))}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
     of_base = {*trainer.of_base, *MADE_LATER, "of_base"} - {"schedule", "total_steps"}  # which a trainer may change
-    own = vars(trainer).keys() - of_base - getattr(trainer, "state_dict", dict)().keys()
+    own = vars(trainer).keys() - of_base - (trainer.state_dict().keys() if "self" in parts.others else set())
     named: dict[str, Any] = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     named = {name: one.detach() if isinstance(one, Tensor) else one for name, one in named.items()}
     named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
@@ -202,22 +203,25 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         named |= {f"{part}.{key}": value for key, value in root._buffers.items()}  # of a DDP, which no checkpoint has
         for name, module in unwrap(root).named_modules(prefix=part):
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
+            plain["hooks"] = [hook for key in HOOKS for hook in vars(module)[key].values() if is_own(hook)]
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
     for name, one in parts.parameters().items():
+        named[f"{name}.hooks"] = [hook for hook in (one._backward_hooks or {}).values() if is_own(hook)]
         named |= {f"{name}.{key}": value for key, value in vars(one).items() if type(one) is nn.Parameter}
     for split, loader in trainer.loaders.items():
-        for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
+        loader.fetcher.fetch.set_epoch(0)  # so that what follows from an epoch is always the same
+        for one in nested(loader.dataset):
             for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():  # which may come later
-                is_state = isinstance(value, int | float) or key in ("on_device", "tensors", "weights")
-                is_state |= key == "sampler" and not hasattr(value, "set_epoch")
-                if is_state or callable(value):  # a transform, which reading may change, or another one in its place
+                if key == "sampler" and hasattr(value, "set_epoch"):
+                    value.set_epoch(0)
+                is_state = key in ("on_device", "sampler", "tensors", "weights") or isinstance(value, VALUES)
+                if is_state or callable(value):  # a transform of a library, which reading may change, by its id
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
-                    named.setdefault(place, []).append(value if is_state else id(value))
+                    named.setdefault(place, []).append(value if is_state or is_own(type(value)) else id(value))
     for part, optimizer in parts.optimizers.items():
-        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
-            own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
-            named |= {f"{part}.{key}": value for key, value in own.items() if not isinstance(value, CODE)}
+        own = {key: value for key, value in vars(optimizer).items() if not isinstance(value, CODE)}
+        named |= {f"{part}.{key}": own[key] for key in own.keys() - OF_OPTIMIZERS - optimizer.state_dict().keys()}
     marks = {name: Mark(skipped, storages).of(value) for name, value in named.items()}
     shapes = {name: tuple(one.shape) for name, one in named.items() if isinstance(one, Tensor | np.ndarray)}
     return marks | {name: f"{shape} {marks[name]}" for name, shape in shapes.items() if marks[name] is not None}
@@ -227,13 +231,19 @@ def variables(objects: list[Any]) -> dict[str, Any]:
     """Return the variables of the objects' classes, and of the files with these, but not of installed packages."""
     loaded = [(name, one, getattr(one, "__dict__", {})) for name, one in [*sys.modules.items()] if "__" not in name]
     places: dict[str, Any] = {name: one for name, one, its in loaded if OURS.match(str(its.get("__file__")))}
-    for kind in {kind for one in objects for kind in type(one).__mro__}:
-        file = sys.modules.get(kind.__module__, kind)  # a loader of the user's may not note it there
-        installed = re.search("(site|dist)-packages", getattr(file, "__file__", None) or "")
-        if not installed and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
-            places |= {kind.__module__: file, f"{kind.__module__}.{kind.__qualname__}": kind}
+    kinds = {kind for one in objects for kind in type(one).__mro__ if is_own(kind)}
+    places |= {kind.__module__: sys.modules.get(kind.__module__, kind) for kind in kinds}  # of a loader it may lack
+    classes = {one for place in places.values() for one in vars(place).values() if isinstance(one, type)}
+    places |= {f"{kind.__module__}.{kind.__qualname__}": kind for kind in {*kinds, *filter(is_own, classes)}}
     named = [(name, key, value) for name, place in places.items() for key, value in vars(place).items()]
     return {f"{name}.{key}": one for name, key, one in named if "__" not in key and not isinstance(one, CODE)}
+
+
+def is_own(one: Any) -> bool:
+    """Return whether a class, a function or an object's class is neither Python's nor an installed package's."""
+    name = getattr(one, "__module__", None) or "builtins"
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not re.search("(site|dist)-packages", file) and name.partition(".")[0] not in sys.stdlib_module_names
 
 
 class Mark(pickle.Pickler):
@@ -245,9 +255,7 @@ class Mark(pickle.Pickler):
         self.skipped, self.storages, self.crc, self.left = skipped, storages, 0, MOST_BYTES
 
     def of(self, value: Any) -> Any:
-        """Return the CRC32; None of what is large or cannot be pickled, another object each time of an iterator."""
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            return object()
+        """Return the CRC32, another one each time of an iterator; None of what is large or cannot be pickled."""
         if isinstance(value, Tensor) and value.grad_fn is not None:  # made by each pass
             return None
         try:
@@ -264,6 +272,11 @@ class Mark(pickle.Pickler):
         """Return what stands for an object: of a tensor its checksum, unless it is the model's or has a gradient."""
         if id(value) in self.skipped:
             return ""
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            return time.monotonic_ns()
+        if is_own(type(value)) and hasattr(value, "__dict__") and not isinstance(value, Collection):
+            inner = {*self.skipped, id(value)}
+            return [(key, Mark(inner, self.storages).of(one)) for key, one in vars(value).items()]
         if isinstance(value, Tensor):
             is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided
             if is_other or value.untyped_storage().data_ptr() in self.storages:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.core.buffers import Buffers, is_statistic, take_first
+from lib.core.buffers import Buffers, take_first
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -39,8 +39,7 @@ class Engine:
             self.by_ddp.update(getattr(module, "trained", needed))  # a trainer may freeze and thaw layers since
             for parameter in needed:
                 parameter.register_post_accumulate_grad_hook(self.reached.add)
-        # DDP divides by the number of ranks; FSDP, as parallel.wrap sets it up, does not.
-        self.loss_scale = world.size if self.wrapped else 1
+        self.loss_scale = world.size if self.wrapped else 1  # DDP divides by it; FSDP, as parallel sets it up, not
 
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
@@ -99,8 +98,3 @@ class Engine:
                 dist.all_reduce(gradient)
                 parameter.grad = gradient / self.loss_scale
         return self.figures
-
-    def share_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, before an evaluation or a save."""
-        for module in self.modules if self.world.size > 1 else ():
-            take_first([*module.buffers(), *(p for name, p in module.named_parameters() if is_statistic(name))])

@@ -50,10 +50,10 @@ class Trainer(trainer.Trainer):
 
     def swap(self) -> None:
         """Exchange the values of the weights and of the averages."""
-        for average, tensor in zip(*self.local_tensors(), strict=True):
-            kept = tensor.clone()
-            tensor.copy_(average)
-            average.copy_(kept)
+        averages, tensors = self.local_tensors()
+        kept = [one.clone() for one in tensors]  # all of them first: some may share memory
+        torch._foreach_copy_(tensors, averages)
+        torch._foreach_copy_(averages, kept)
 
     def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""

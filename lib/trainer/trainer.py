@@ -143,8 +143,8 @@ class Trainer:
         if any(shards.is_sharded(one) and one._backward_hooks for one in trained):
             hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
             raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
-        engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
-        self.engine = engine.Engine([*parts.modules.values()], self.world, self.args)
+        module = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
+        self.engine = module.Engine([*parts.modules.values()], self.world, self.args)
         self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
         for optimizer in self.all_optimizers:
             optimizer.register_step_pre_hook(lambda *_: vars(self).update(is_whole=False))
@@ -190,20 +190,23 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
+        if self.checks.steps == 1:
+            self.checks.values = replicas.plain_values(self)
+            find_parts(self).states({})  # refuses what no checkpoint could hold
         self.trained = optimizers.parameters_of(self.all_optimizers)
         for parameter in self.trained:
             parameter.grad = None
         for micro_batch, batch in batches:
             self.engine.begin_pass(micro_batch, self.trained)
-            count = self.count_targets(batch, micro_batch.count)
-            self.backward(self.call_training_step(batch, micro_batch), micro_batch, count)
+            given = {**batch} if isinstance(batch, dict) else batch
+            loss = self.call_training_step(batch, micro_batch)  # which may mask targets
+            self.backward(loss, micro_batch, self.count_targets(given, micro_batch.count))
             if micro_batch.last:
                 break
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
         self.pending_losses.append(figures)
         self.rescale_gradients(figures[:, 1].sum(), micro_batch)
-        # From here on what is drawn is the same on every rank.
-        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
+        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)  # alike on all ranks
         self.set_learning_rate()
         self.is_unscaled = not self.scaler.is_enabled()
         norm = self.optimizer_step()
@@ -218,7 +221,7 @@ class Trainer:
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
-        self.checks.count_step()
+        self.checks.steps += 1
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
@@ -315,6 +318,7 @@ class Trainer:
         if state.step % self.plan.steps == 0:
             state.sums = {}
             seeding.seed(seeding.STEP, self.args.seed, state.step, 1, device=self.world.device)
+            self.is_whole = False
             self.on_epoch_end()
         self.is_whole = True
         if save or self.is_done():
@@ -554,4 +558,5 @@ class Trainer:
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once
         self.logger.close(outcome)
-        return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]
+        only_others = self.stop.cause.signal and self.stop.signalled_at is None  # nodes got the signal that stops
+        return "failed" if only_others and distributed.is_elastic() and not finished else outcome["state"]

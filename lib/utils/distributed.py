@@ -75,12 +75,9 @@ def join(args: Namespace) -> Iterator[World]:
 
 def place() -> World:
     """Return this process's place, as the environment says."""
-    return World(
-        rank=int(os.environ.get("RANK") or 0),
-        local_rank=int(os.environ.get("LOCAL_RANK") or 0),
-        size=int(os.environ.get("WORLD_SIZE") or 1),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-    )
+    rank, local_rank = (int(os.environ.get(name) or 0) for name in ("RANK", "LOCAL_RANK"))
+    size, local_size = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return World(rank, local_rank, size, local_size)
 
 
 def rendezvous() -> str:

@@ -50,7 +50,7 @@ def no_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        hint = "a trainer ends its run by self.stop.request_stop(WHY)"
+        hint = "-stop_after N ends a run; a trainer stops it, to go on later, by self.stop.request_stop(WHY)"
         raise RuntimeError(f"sys.exit({error.code!r}) was called, and the run is not finished; {hint}") from error
 
 

@@ -104,10 +104,6 @@ class Stop:
         """What stops the run; without a reason if nothing does."""
         return self.agreed or self.request or Request(None)
 
-    def only_other_nodes_leave(self) -> bool:
-        """Return whether the run continues on this node, as only ranks of others got the signal."""
-        return bool(self.cause.signal) and self.signalled_at is None and distributed.is_elastic()
-
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Let signals request a stop in the block; afterwards they do again what they did before."""

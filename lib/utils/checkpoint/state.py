@@ -92,8 +92,7 @@ class Parts:
 
     modules: dict[str, nn.Module]  # "model", and trainer.NAME of others
     optimizers: dict[str, torch.optim.Optimizer]  # "optim", and trainer.NAME of others
-    # trainer.NAME: a scheduler, a scaler, whatever else has state_dict and load_state_dict
-    others: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)  # trainer.NAME: schedulers, whatever else has a state_dict
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live tensors of the modules by name: model.head.weight, trainer.teacher.bias."""
@@ -136,7 +135,8 @@ class Parts:
                 log.warning("%s is %s, as it was saved", name, "frozen" if parameter.requires_grad else "trained")
             parameter.requires_grad_(name not in states["frozen"])
         for part, other in self.others.items():
-            if state := decode(states[part], tensors):  # that of a scaler which is off is empty
+            state = decode(states[part], tensors)
+            if state or not isinstance(other, torch.amp.GradScaler):  # that of one which is off is empty
                 other.load_state_dict(state)
         for part, optimizer in self.optimizers.items():
             memory, groups, more = (decode(one, tensors) for one in [*states[part], None][:3])
@@ -226,7 +226,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     wanted = "a checkpoint holds tensors, numbers, strings, lists and dicts"
-    raise UsageError(f"{name} is a {type(value).__name__}, {value!r:.60}: {wanted}; leave it out of state_dict()")
+    raise UsageError(f"{name} is a {type(value).__name__}, {value!r:.60}: {wanted}; convert it, or leave it out")
 
 
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -13,9 +13,9 @@ from saves import PLUGINS, SMALL, at_step, bits, change_manifest, kept, log_of, 
 
 from lib.launch import local
 from lib.trainer import ema, trainer
+from lib.utils import distributed
 from lib.utils.checkpoint import run_folder, shards
 from lib.utils.checkpoint.state import read_manifest
-from lib.utils.distributed import World
 
 FLAGS = f"{SMALL} -trainer deadly -log_every 2 -eval_every 3steps -save_every 3steps"
 
@@ -50,6 +50,10 @@ class Deadly(trainer.Trainer):
 
     def on_evaluation(self, split, figures):
         self.reach("evaluated")
+
+    def on_epoch_end(self):
+        self.reach("epoch end")
+        distributed.all_reduce_max([0.0], self.world)  # as a trainer of its own may do
 
     def contents(self):
         self.reach("save")
@@ -181,6 +185,7 @@ def test_a_killed_process_costs_no_step_and_no_bit(place, truth, tmp_path, monke
 def test_a_process_that_is_lost_in_its_first_step_leaves_nothing(truth, tmp_path, monkeypatch, capfd):
     assert not steps(killed(monkeypatch, tmp_path, {1: ("pass", 0)}))
     assert "is saved" not in capfd.readouterr().err
+    assert steps(killed(monkeypatch, tmp_path, {1: ("epoch end", 8)}))[0] == 6, "an epoch's end is done again"
 
 
 @pytest.mark.parametrize("more", ["-keep_every 1", "-trainer ema -ema_decay 0.9", "-trainer swap", "-train_metrics"])
@@ -238,7 +243,7 @@ def test_a_folder_that_another_launch_has_begun_is_left_alone(truth, tmp_path, m
     real = run_folder.take_over
 
     def begun(folder, launch):
-        run_folder.write_outcome(folder, World(launch="another"), "running")
+        run_folder.write_outcome(folder, distributed.World(launch="another"), "running")
         return real(folder, launch)
 
     monkeypatch.setattr(run_folder, "take_over", begun)

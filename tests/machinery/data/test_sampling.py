@@ -185,6 +185,8 @@ def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the
             part, args = Items([1, 2], labels=labels), parsed(f"-num_classes 2 -{flag}")
             sampling.add_sampler(part, args)
             sampling.balance_loss(loss.get_loss(args), part, args)
+    part = Items([1, 2], labels=[0, 1, 1])
+    assert "3 labels for 2" in usage_error(sampling.balance_loss, torch.nn.NLLLoss(), part, parsed("-num_classes 2"))
     part = Items([1, 2], labels=[-100, 1])
     sampling.add_sampler(part, parsed("-balance"))
     assert drawn(part.sampler).tolist() == [1, 1]

@@ -86,6 +86,15 @@ def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_ou
     assert {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])} == decays
 
 
+def test_no_fused_kernel_writes_between_the_values_of_a_slice():
+    whole = torch.ones(4, 3)
+    model = nn.ParameterList([nn.Parameter(whole[:, :1])])
+    [optimizer] = optimizers.get_optimizers(model, nn.Identity(), parsed("-cpu 1"))
+    model[0].grad = torch.ones(4, 1)
+    optimizer.step()
+    assert (whole[:, 0] != 1).all() and (whole[:, 1:] == 1).all()
+
+
 @STEADY
 @given(
     shapes=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5),

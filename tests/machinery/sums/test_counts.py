@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from runs import lines, outcome, plugins, run, weights
+from runs import distance, lines, outcome, plugins, run, weights
 from saves import bits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
+from lib.trainer import trainer
 from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors
 
@@ -78,6 +79,18 @@ def test_ignored_targets_weigh_nothing_for_any_micro_batch_engine_and_number_of_
         assert last["val/loss"] == pytest.approx(loss, abs=1e-5), "one pass over the targets that are there"
         right = (outputs.argmax(-1) == wanted)[wanted != -100].float().mean().item()
         assert case == "tokens" or last["val/accuracy"] == pytest.approx(right)
+
+
+def test_targets_that_a_pass_masks_are_not_counted(tmp_path):
+    def hides(self, batch):
+        batch[1].masked_fill_(batch[0][:, 0] > 0, -100)
+        return trainer.Trainer.training_step(self, batch)
+
+    kind, data = type("Hides", (trainer.Trainer,), {"training_step": hides}), with_targets(LABELS.clamp_min(0))
+    with plugins(arch={"linear": linear}, dataset={"all": data}, trainer={"hides": kind}):
+        flags = f"{FLAGS} -arch linear -dataset all -trainer hides -cpu 1"
+        runs = [run(tmp_path, f"{flags} -micro_batch {size} -model of{size}") for size in (4, 16)]
+    assert distance(*runs) < 1e-6
 
 
 def drops(samples):

@@ -175,6 +175,8 @@ def test_a_batch_may_be_any_mapping_and_a_model_must_name_what_it_takes():
     batch = collections.UserDict({"input": inputs, "labels": labels})
     model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
     assert losses.forward(model, batch, criterion).loss == criterion(model(inputs), labels)
+    named = {"x": inputs, "index": labels, "labels": labels}
+    assert "forward(input) has none of the batch's x, index" in usage_error(losses.forward, model, named, criterion)
     around = Around(4, 3)
     around.inner = nn.NLLLoss()
     assert "a forward of *args alone gets no" in usage_error(losses.forward, around, (inputs, labels), criterion)

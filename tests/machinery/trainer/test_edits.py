@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import types
 import typing
 
@@ -27,6 +28,7 @@ from lib.trainer import ema, trainer
 from lib.utils import distributed
 from lib.utils.checkpoint import state
 from lib.utils.data import loader, plan
+from lib.utils.data.tensors import Tensors
 from lib.utils.monitoring.metrics import Ratio
 from scripts import check_plugins
 
@@ -203,13 +205,6 @@ class OwnStep(trainer.Trainer):
         return norm
 
 
-class HalvesRate(trainer.Trainer):
-    def set_learning_rate(self):
-        super().set_learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] *= 0.5
-
-
 def in_turn(self, batch):
     """Train another layer in each step, as a GAN in one loop does."""
     for number, layer in enumerate((self.model[1], self.model[5])):
@@ -241,6 +236,10 @@ Plateau = with_change(  # lowers the rate when the validation does not get bette
     ),
 )
 IN_TURN = overriding(training_step=in_turn)
+SETS_RATE = trainer.Trainer.set_learning_rate
+HALVES_RATE = overriding(
+    set_learning_rate=lambda self: [SETS_RATE(self), [g.update(lr=g["lr"] / 2) for g in self.optimizer.param_groups]]
+)
 FROZEN_NORM = with_change(lambda self: self.model[2].eval())
 HALF_STATE = with_change(lambda self: setattr(self, "optimizer", HalfMomentum(self.model.parameters())))
 ADAGRAD = with_change(lambda self: setattr(self, "optimizer", Around(torch.optim.Adagrad(self.model.parameters()))))
@@ -249,7 +248,7 @@ FROZEN_LATE = with_change(  # as a GAN's critic is before the backward pass
     acting("backward", lambda self, *_: self.model.requires_grad_(False)),
 )
 NOISE = acting("optimizer_step", lambda self: [p.grad.add_(torch.randn_like(p) / 99) for p in self.trained])
-EDITS = (OwnStep, HalvesRate, NOISE, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
+EDITS = (OwnStep, HALVES_RATE, NOISE, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
 EDITS += (FROZEN_LATE, HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, IN_TURN)
 EDITS += (with_change(bool, ema.Trainer),)  # it lacks a flag
 
@@ -258,8 +257,7 @@ EDITS += (with_change(bool, ema.Trainer),)  # it lacks a flag
 def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, plain, tmp_path):
     with plugins(trainer={"edit": edit}):
         alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer edit -train_metrics")
-    has_no_effect = edit in (EvaluatesInBetween, FROZEN_LATE)
-    assert same_tensors(weights(alone), plain) == has_no_effect
+    assert same_tensors(weights(alone), plain) == (edit in (EvaluatesInBetween, FROZEN_LATE))
     last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
     assert edit is not OwnStep or last == pytest.approx(1e-6), "it follows the schedule"
     sure = {name: one for line in lines(alone) for name, one in line.items() if name.endswith("/sure")}
@@ -328,10 +326,12 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
     source += "".join(f"def evaluation_step(self, net, batch, n): self.{one}()\n" for one in ("ema", "model"))
     source += "nn.NLLLoss(weight=None)\nnn.CrossEntropyLoss(weight=w, reduction='none')\ng(reduction='sum') / 8"
     source += "\nF.cross_entropy(a, b, ignore_index=PAD)\nF.cross_entropy(a, b, ignore_index=-100)\nnn.CTCLoss()"
-    tries = ((True, ()), [4, 1, 2, 3, 9, 11]), ((True, {"targets"}), [4, 1, 2, 3]), ((False, ()), [4])
-    assert [[line for line, _ in check_plugins.faults(source, *given)] for given, _ in tries] == [
-        one for _, one in tries
-    ]
+    tries = ((True,), [4, 1, 2, 3, 9, 11]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
+    for given, wanted in tries:
+        assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
+    collects = "def evaluation_step(self, model, b, n):\n self.seen.append(model(b))"
+    assert [[line for line, _ in check_plugins.faults(collects, False, two)] for two in (True, False)] == [[2], []]
+    assert check_plugins.counters(" def __getitem__(self, index): self.seen += 1") == {"seen"}
 
 
 def test_what_a_pass_takes_from_the_one_before_is_found():
@@ -339,7 +339,7 @@ def test_what_a_pass_takes_from_the_one_before_is_found():
         text = f"def forward(self, x):\n %s\n self.h = self.rnn(x, {use})"
         carried, own = text % "if x: self.h = x", text % "self.h = x"
         assert [fault[:6] for _, fault in check_plugins.faults(carried, True)] == ["self.h"]
-        assert not [*check_plugins.faults(own, True), *check_plugins.faults(carried, True, {"h"})]
+        assert not [*check_plugins.faults(own, True), *check_plugins.faults(carried, True, known={"h"})]
 
 
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
@@ -422,30 +422,22 @@ Forgotten = with_change(  # has a layer that no optimizer trains
     lambda self: setattr(self, "layer", nn.Linear(4, 4)),
     overriding(training_step=lambda self, batch: self.loss(self.layer(self.model(batch[0])), batch[1])),
 )
-
-
 BARE = with_change(  # learns a weight of its loss, which no optimizer has
     lambda self: setattr(self, "scale", nn.Parameter(torch.ones(()))),
     overriding(training_step=lambda self, batch: self.loss(self.model(batch[0]), batch[1]) * self.scale),
 )
 
 
-class ThawsAlone(trainer.Trainer):
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.model[1].requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(self.model[3].parameters(), lr=1e-2)
-
-    def train_epoch(self):
-        self.model[1].requires_grad_(self.state.epoch == 2)
-        return super().train_epoch()
+THAWS = acting("train_epoch", lambda self: self.model[1].requires_grad_(self.state.epoch == 2))
+FREEZES = with_change(lambda self: self.model[1].requires_grad_(False), THAWS)
+ALONE = with_change(lambda self: setattr(self, "optimizer", torch.optim.AdamW(self.model[3].parameters())), FREEZES)
 
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_gradients_that_no_optimizer_uses_are_named(engine, tmp_path, caplog):
     waits = overriding(optimizer_step=lambda self: torch.zeros(()))
     sums = overriding(due_optimizers=lambda self: self.all_optimizers if self.state.step % 2 else [])
-    edits = {"forgotten": Forgotten, "alone": ThawsAlone, "bare": BARE, "waits": waits, "sums": sums}
+    edits = {"forgotten": Forgotten, "alone": ALONE, "bare": BARE, "waits": waits, "sums": sums}
     with plugins(trainer=edits, arch={"plain": plain_net}):
         for name in edits:
             run(tmp_path, f"{FLAGS} -arch plain -trainer {name} -cpu 1 -model {name} {engine}")
@@ -516,6 +508,7 @@ class Counts(nn.Module):
         self.prototype, self.weight = torch.zeros(4), self.net[1].weight.detach()
         self.queue, self.draws = [], torch.Generator()
         self.register_buffer("level", torch.zeros(()), persistent=False)
+        self.net[1].register_forward_hook(lambda *_, seen=[0]: seen.append(0))
 
     def forward(self, inputs):
         outputs = self.net(inputs)
@@ -531,6 +524,13 @@ class Counts(nn.Module):
 COUNTED = 0
 
 
+class Helper:
+    level = 0  # of its class, which counts
+
+    def __init__(self):  # with what cannot be pickled
+        self.lock, self.numbers = threading.Lock(), (number for number in range(10**6))
+
+
 class Everywhere(trainer.Trainer):
     """Counts in variables of two files, in its class and in a function's default, and keeps much."""
 
@@ -540,7 +540,9 @@ class Everywhere(trainer.Trainer):
         made[0] += 1
         data = self.loaders["train"].dataset
         data.on_device = data.on_device or (lambda batch, draws, made=made: batch)
-        data.weights = torch.full((9,), float(made[0]))
+        data.weights, data.mode = torch.full((9,), float(made[0])), f"mode {made[0]}"
+        self.helper, self.first = vars(self).get("helper", Helper()), vars(self).get("first", self.world.rank)
+        Helper.level += next(self.helper.numbers)
         helpers = sys.modules.setdefault("helpers", types.ModuleType("helpers"))
         vars(helpers).update(__file__=f"{config.ROOT}/helpers.py", calls=made[0])  # as of a file next to train.py
         vars(self.model[1].weight)["calls"] = made[0]
@@ -569,7 +571,7 @@ def changes(text):
 def test_what_passes_change_outside_of_buffers_is_named_once(more, tmp_path):
     with plugins(arch={"counts": lambda args: Counts(), "plain": plain_net}):
         said = [log_of(run(tmp_path, f"{FLAGS} -arch {name} {more} -model {name}")) for name in ("counts", "plain")]
-    changed = [f"model.{name}" for name in ("calls", "draws", "level", "prototype", "queue")]
+    changed = [f"model.{name}" for name in ("calls", "draws", "level", "net.1.hooks", "prototype", "queue")]
     assert [changes(text) for text in said] == [changed, []]
 
 
@@ -645,9 +647,9 @@ class Keeps(trainer.Trainer):
 KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
 UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "sampler", "transform")
 OF_SAMPLES = [f"the {split} samples' {name} {UNSEEN}" for split in ("train", "val") for name in OWN]
-COUNTS = [f"{__name__}.{name}" for name in ("COUNTED", "Everywhere.calls", "Everywhere.optimizer_step")]
+COUNTS = [f"{__name__}.{name}" for name in "COUNTED Everywhere.calls Everywhere.optimizer_step Helper.level".split()]
 EVERYWHERE = ["1.weight.calls", "helpers.calls", "lib.core.optimizer.HISTORY", *COUNTS]
-EVERYWHERE += [f"the train samples' {one} {UNSEEN}" for one in ("on_device", "weights")]
+EVERYWHERE += [f"the train samples' {one} {UNSEEN}" for one in ("mode", "on_device", "weights")]
 KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".split(), *OF_SAMPLES, *KEPT]
 
 
@@ -655,14 +657,16 @@ KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".sp
     ("edit", "more", "changed"),
     [
         (Keeps, "-cpu 2 -overfit 48", KEPT),
-        (Everywhere, "-cpu 2", [*EVERYWHERE, "trainer.large"]),
+        (Everywhere, "-cpu 2", [*EVERYWHERE, "trainer.helper", "trainer.large"]),
         (sees, "-cpu 2 -deterministic no", ["model.seen"]),
     ],
 )
-def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, tmp_path):
+def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tensors, "set_epoch", lambda self, number: vars(self).update(era=number), raising=False)
     with plugins(trainer={"edit": edit}):
         said = log_of(run(tmp_path, f"{FLAGS} -trainer edit {more}"))
     assert changes(said) == changed
+    assert ("trainer.first (1 in all) is another value on other ranks" in said) == (edit is Everywhere)
 
 
 class Momentum(Distils):
@@ -713,34 +717,17 @@ class OwnMean(trainer.Trainer):
         return loss / self.mean
 
 
-class Calibrates(trainer.Trainer):
-    """Changes the model by this rank's part of the validation set before the final weights are written."""
-
-    def finish(self, figures):
-        batches = [batch for one, batch in self.loaders["val"].epoch(0) if one.count]
-        with torch.no_grad():
-            self.model[5].bias += batches[0][0].mean()
-        return super().finish(figures)
-
-
 def center(self):
     """Return a mean over the samples that this rank's loader gives."""
     return torch.cat([batch[0] for _, batch in self.loaders["train"].epoch(0)]).mean(0)
 
 
 DRAWS = with_change(lambda self: nn.init.normal_(self.model[1].weight))
+CALIBRATES = acting("finish", lambda self, _: self.model[5].bias.data.add_(center(self).mean()))
 KEEPS_CENTER = with_change(lambda self: setattr(self, "kept", nn.ParameterList([center(self)])))
 
 
-class Parts(trainer.Trainer):
-    def optimizer_step(self):
-        norm = super().optimizer_step()
-        if self.state.step == 5:
-            with torch.no_grad():
-                next(iter(self.model.parameters())).add_(self.world.rank)
-        return norm
-
-
+PARTS = acting("after_step", lambda t: t.state.step == 6 and next(t.model.parameters()).data.add_(t.world.rank))
 MOVES = with_change(  # moves a buffer by the rank's number
     lambda self: self.model.register_buffer("place", torch.zeros(())),
     overriding(on_epoch_end=lambda self: self.model.place.add_(self.world.rank)),
@@ -754,10 +741,10 @@ PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at 
         (OwnMean, "-cpu 2", "copies of self differ"),
         (DRAWS, "-cpu 2 -parallel fsdp", "DTensor random operators"),
         (KEEPS_CENTER, "-cpu 2 -deterministic no", "copies of trainer.kept.0 differ: .* at the start: of the"),
-        (Calibrates, "-cpu 2", "copies of model.5.bias differ"),
+        (CALIBRATES, "-cpu 2", "copies of model.5.bias differ"),
         (MOVES, "-cpu 2", "copies of model.place differ"),
-        (Parts, "-cpu 3", PARTED),
-        (Parts, "-cpu 3 -deterministic no", PARTED),
+        (PARTS, "-cpu 3", PARTED),
+        (PARTS, "-cpu 3 -deterministic no", PARTED),
     ],
 )
 def test_what_differs_between_the_ranks_is_an_error_that_names_it(edit, more, message, tmp_path, capfd):
@@ -882,22 +869,15 @@ def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused
         assert f"self.{name} is a dict: the trainer needs" in refused(f"{FLAGS} -trainer replaces -cpu 1")
 
 
-class Observes(trainer.Trainer):
-    """Keeps what this rank has seen in an evaluation in a buffer."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.seen = nn.Module()
-        self.seen.register_buffer("last", torch.zeros(()))
-
-    def evaluation_step(self, model, batch, count):
-        self.seen.last.copy_(batch[0].mean())
-        return super().evaluation_step(model, batch, count)
+OBSERVES = with_change(  # keeps what this rank has seen in an evaluation in a buffer
+    lambda self: [setattr(self, "seen", nn.Module()), self.seen.register_buffer("last", torch.zeros(()))],
+    acting("evaluation_step", lambda self, _, batch, count: self.seen.last.copy_(batch[0].mean())),
+)
 
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_a_buffer_that_evaluations_change_is_rank_0s(engine, tmp_path):
-    with plugins(trainer={"observes": Observes}):
+    with plugins(trainer={"observes": OBSERVES}):
         folder = run(tmp_path, f"{FLAGS} -trainer observes -cpu 2 {engine}")
     assert tensors(folder / "checkpoints" / names(folder)[0])["trainer.seen.last"] != 0
 
@@ -987,29 +967,20 @@ def test_blocks_that_a_micro_batch_skips_are_right_under_ddp_and_one_line_under_
             assert "a micro-batch skips a block that another one calls (experts." in said
 
 
-class ThawsUnderDDP(trainer.Trainer):
-    """Adds a layer that was frozen when DDP was built."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.layer = state.unwrap(self.model)[1]
-        self.thawed = torch.optim.SGD(self.layer.parameters(), lr=0.1)
-
-    def train_epoch(self):
-        self.layer.requires_grad_(True)
-        return super().train_epoch()
-
-
+THAWS_UNDER_DDP = with_change(  # adds a layer that was frozen when DDP was built
+    lambda self: setattr(self, "thawed", torch.optim.SGD(state.unwrap(self.model)[1].parameters(), lr=0.1)),
+    acting("train_epoch", lambda self: state.unwrap(self.model)[1].requires_grad_(True)),
+)
 WHOLE_TEACHER = with_change(lambda self: self.teacher.requires_grad_(True), Distils)
 OWN_OPTIMIZER = lambda self: setattr(self, "own", torch.optim.SGD(self.layer.parameters(), 0.1))  # noqa: E731
 SECOND_MODULE = with_change(OWN_OPTIMIZER, Forgotten)
 
 
-@pytest.mark.parametrize("edit", [SECOND_MODULE, ThawsUnderDDP, Distils, WHOLE_TEACHER])
+@pytest.mark.parametrize("edit", [SECOND_MODULE, THAWS_UNDER_DDP, Distils, WHOLE_TEACHER])
 def test_modules_and_layers_that_ddp_does_not_know_are_summed_and_a_copy_of_the_model_is_a_teacher(edit, tmp_path):
     frozen = lambda args: [net := plain_net(), net[1].requires_grad_(False)][0]  # noqa: E731
     with plugins(trainer={"edit": edit}, arch={"frozen": frozen, "plain": plain_net}):
-        flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is ThawsUnderDDP else 'plain'}"
+        flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is THAWS_UNDER_DDP else 'plain'}"
         both = run(tmp_path, f"{flags} -model both")
         alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
     assert distance(both, alone) < ROUNDING

@@ -1,6 +1,7 @@
 """A trainer's own modules and optimizers, including averaged weights, are saved and resumed exactly."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import saves
@@ -142,6 +143,12 @@ def test_averaged_weights_are_the_moving_average_after_each_step(averaged):
     for name in {*final} - {"2.num_batches_tracked"}:
         assert torch.allclose(final[name].double(), expected[f"model.{name}"], rtol=1e-5, atol=1e-7), name
     assert not torch.equal(final["5.weight"], tensors["model.5.weight"])
+
+
+def test_an_exchange_with_averages_is_undone_where_weights_share_memory():
+    weight, averages = torch.randn(3, 3), [torch.zeros(3, 3), torch.zeros(3, 3)]
+    kept, both = weight.clone(), SimpleNamespace(local_tensors=lambda: (averages, [weight, weight.t()]))
+    assert [(ema.Trainer.swap(both), torch.equal(weight, kept))[1] for _ in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize("flags", ["-cpu 2 -save_every 1steps -keep_last 99", "-cpu 2 -parallel fsdp"])
