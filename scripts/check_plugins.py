@@ -21,7 +21,7 @@ from lib.utils.errors import suggest
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
 WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
-ADDING = {"append", "extend"}
+ADDING, EMPTY = {"append", "extend"}, {"[]", "{}", "None", "()"}
 ADVICE = "changes with the number of micro-batches and processes"
 
 
@@ -43,7 +43,7 @@ def warn(trainer: Any) -> None:
                 hint = suggest(name, vars(base).keys() - {name})
                 log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
         overrides = {name for kind in own for name in vars(kind)}
-        step = inspect.getsource(kinds[0].training_step)
+        step = _source(kinds[0].training_step)
         is_logged = re.search(r"\.training_step\(|train_metrics", step) or "training_step" not in overrides
         if trainer.args.train_metrics and not is_logged:
             log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
@@ -55,12 +55,12 @@ def warn(trainer: Any) -> None:
         for module in {sys.modules[kind.__module__] for kind in {*own, *parts}}:
             is_own = OURS.match(getattr(module, "__file__", None) or "")
             if is_own and module.__name__ != "lib.core.loss":  # whose sum is divided elsewhere
-                for line, fault in faults(inspect.getsource(module), is_cut, is_shared, known):
+                for line, fault in faults(_source(module), is_cut, is_shared, known):
                     log.warning("%s, line %d: %s", module.__file__, line, fault)
         loader = trainer.loaders["train"]
         for kind in {type(one) for one in nested(loader.dataset)} if loader.workers else ():
-            for name in counters(inspect.getsource(kind)) if replicas.is_own(kind) else ():
-                log.warning("%s.%s counts in each loader process by itself (-workers)", kind.__name__, name)
+            for name in counters(_source(kind)) if replicas.is_own(kind) else ():
+                log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
 
 
 def faults(
@@ -81,7 +81,7 @@ def faults(
             if not names & {function.args.args[1].arg, "model", *methods}:
                 fault = "evaluation_step uses another model than the one that is kept: see evaluated_weights"
                 yield function.lineno, fault
-            if is_shared and not re.search("gather|all_reduce", source):
+            if is_shared and not re.search("gather|all_reduce", source) and "is_main" not in ast.unparse(function):
                 for line, name in _collected(function):
                     advice = "return Ratio(sum, count), or gather it in on_evaluation"
                     yield line, f"self.{name} has what this process alone evaluates: {advice}"
@@ -89,7 +89,7 @@ def faults(
             for call in _calls(function):
                 if "clip_grad_" in _name(call):
                     yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
-        for line, name in _handed_on(function):
+        for line, name in _handed_on(function, functions):
             if name not in known:
                 yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
     if is_cut:
@@ -102,7 +102,9 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     for call in _calls(tree):
         name = _name(call)
         options = {one.arg: getattr(one.value, "value", one) for one in call.keywords}  # of constants the values
-        ignores = any(one.arg == "ignore_index" and ast.unparse(one.value) != "-100" for one in call.keywords)
+        ignored = [ast.unparse(one.value) for one in call.keywords if one.arg == "ignore_index"]
+        ignores = "loss" in name.lower() or name in WEIGHTED
+        ignores &= any(not one.endswith(("-100", "ignore_index")) for one in ignored)
         # A class takes the weights first, a function after outputs and targets.
         reduction, first = options.get("reduction", "mean"), len(call.args) > 2 * name.islower()
         if (reduction == "sum" or options.get("size_average", True) is False) and id(call) not in divided:
@@ -113,24 +115,45 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
             yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
 
 
+def _source(one: Any) -> str:
+    """Return the text of a module, class or function, "" if there is none, or only a part that cannot be read."""
+    text = ""
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        text = textwrap.dedent(inspect.getsource(one))
+        ast.parse(text)
+    return text
+
+
 def counters(source: str) -> set[str]:
     """Return the attributes that a dataset's class adds to while it reads samples."""
-    tree = ast.parse(textwrap.dedent(source))
+    tree = ast.parse(source)
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and "__getitem" in one.name]
-    return {name for function in functions for _, name in _collected(function)}
+    sums = [one for function in functions for one in ast.walk(function) if isinstance(one, ast.AugAssign)]
+    return {name for one in sums for name in _attributes(one.target, ast.expr_context)}
 
 
 def _collected(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
-    """Yield lines and attributes of `self` that something is added to."""
-    sums = [(one.lineno, one.target) for one in ast.walk(function) if isinstance(one, ast.AugAssign)]
+    """Yield lines and attributes of `self` that something is added to, but for numbers that count calls."""
+    added = [one for one in ast.walk(function) if isinstance(one, ast.AugAssign)]
+    sums = [(one.lineno, one.target) for one in added if not isinstance(one.value, ast.Constant)]
     for line, target in sums + [(one.lineno, one.func) for one in _calls(function) if _name(one) in ADDING]:
         for name in _attributes(target, ast.expr_context):
             yield line, name
 
 
-def _handed_on(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
-    """Yield lines and attributes of `self` that are detached there as an earlier call has left them."""
-    for node in (one for one in ast.walk(function) if isinstance(one, ast.Call | ast.GeneratorExp | ast.ListComp)):
+def _handed_on(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> Iterator[tuple[int, str]]:
+    """Yield lines and attributes of `self` that are detached there as an earlier call has left them.
+
+    `functions`: all of the file; those that this one has called before may have set some.
+    """
+    uses = [*ast.walk(function)] if "detach" in ast.unparse(function) or "repackage" in ast.unparse(function) else []
+    statements = [one for one in uses if isinstance(one, ast.stmt) and one is not function]
+    stores = [(one.end_lineno or 0, _attributes(one, ast.Store)) for one in statements]
+    begun = {one: _attributes(one, ast.Store) for one in function.body if uses and not isinstance(one, ast.If)}
+    for one in begun:  # with what the functions that it calls set
+        called = {_name(call) for call in _calls(one)}
+        begun[one] = begun[one].union(*(_attributes(other, ast.Store) for other in functions if other.name in called))
+    for node in (one for one in uses if isinstance(one, ast.Call | ast.GeneratorExp | ast.ListComp)):
         name = _name(node) if isinstance(node, ast.Call) else ""
         if name == "detach":
             loads = _attributes(node, ast.Load) - {"detach"}
@@ -138,12 +161,13 @@ def _handed_on(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             loads = _attributes(node, ast.Load)
         else:
             continue
-        statements = [one for one in ast.walk(function) if isinstance(one, ast.stmt) and one is not function]
-        after = [one for one in statements if (one.end_lineno or 0) >= node.lineno]
-        first = [one for one in function.body if one.lineno < node.lineno and not isinstance(one, ast.If)]
-        for name in sorted(loads & {name for one in after for name in _attributes(one, ast.Store)}):
-            if not any(name in _attributes(one, ast.Store) for one in first):
-                yield node.lineno, name
+        later = {name for end, names in stores if end >= node.lineno for name in names}
+        of_this_pass = {name for one, names in begun.items() if one.lineno < node.lineno for name in names}
+        for one in begun:  # what is emptied at the end has been filled in this pass
+            if isinstance(one, ast.Assign) and ast.unparse(one.value) in EMPTY:
+                of_this_pass |= begun[one]
+        for name in sorted(loads & later - of_this_pass):
+            yield node.lineno, name
 
 
 def _attributes(node: ast.AST, context: type[ast.expr_context]) -> set[str]:

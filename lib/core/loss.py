@@ -86,8 +86,8 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
     if "**" in names:
         return model(**{**entries, **given}), bool(given) or entries is batch
     named = {name: value for name, value in inputs.items() if name in names}
-    needed = [one for one in taken if one.default is one.empty]
-    if not named and len(needed) != len(inputs) and all(one.kind is not one.VAR_POSITIONAL for one in taken):
+    needed = [one for one in taken if one.default is one.empty and one.name not in given]
+    if not named and len(inputs) > max(1, len(needed)) and all(one.kind is not one.VAR_POSITIONAL for one in taken):
         raise UsageError(f"forward({', '.join(names)}) has none of the batch's {', '.join(inputs)}: name them alike")
     return model(*(() if named else inputs.values()), **{**named, **given}), bool(given)
 

@@ -68,7 +68,7 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
         is_sync = isinstance(one, nn.SyncBatchNorm) and one.training and world.device.type == "cpu"
         is_table = isinstance(one, nn.Embedding | nn.EmbeddingBag)
         if is_sync or (is_table and (one.max_norm or one.scale_grad_by_freq or (one.sparse and engine == "exact"))):
-            raise UsageError(f"{name} needs one process, as max_norm, sparse=True, scale_grad_by_freq, SyncBatchNorm")
+            raise UsageError(f"{name}: max_norm, sparse=True, scale_grad_by_freq, SyncBatchNorm (CPU) need 1 process")
     if args.parallel == "fsdp" and world.size > 1:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)

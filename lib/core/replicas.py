@@ -33,15 +33,13 @@ log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
 FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved scaler state stop".split()}
 MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "trained"}  # by the trainer itself
-OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()}  # the last ones: of CrossEntropy
-HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-VALUES = int | float | str | Tensor | np.ndarray
+OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
-OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: seed it, or make it a saved buffer"
+OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: if it matters, seed it, or save it"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
 MOST_BYTES, MOST_VALUES = 1 << 25, 1 << 14  # of what `plain_values` compares of a value, and of an array in it
 
@@ -58,13 +56,18 @@ class Checks:
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.made = plain_values(trainer)
-        self.values: dict[str, Any] = {}  # the same before this start's second step: the first may build caches
+        self.values: dict[str, Any] = {}  # the same after the first step, which may build caches
         self.fixed: dict[str, str] = {}  # of what the first step changed, and of tensors: what has not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
         self.count = 0  # of the steps at which there was a check
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
+
+    def count_step(self) -> None:
+        """Count a step; after the first one of this start, note what no checkpoint has."""
+        self.values = self.values or plain_values(self.trainer)
+        self.steps += 1
 
     @contextlib.contextmanager
     def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -142,7 +145,7 @@ class Checks:
         names = [name for name, mark in now.items() if None not in (mark, known[name]) and mark != known[name]]
         self.values = known | dict.fromkeys(names)  # named once
         if names:
-            advice = "right if each step sets it before use; else make it a saved buffer or state, alike on all ranks"
+            advice = "right if nothing needs it later; else make it a saved buffer or a state, alike on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
         is_due = self.trainer.plan.engine == "stock" and self.trainer.world.size > 1
         for root in parts.modules.values() if is_due else ():  # DDP shares buffers in the next pass
@@ -193,6 +196,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts_of(trainer))}
+    skipped |= {id(kept) for one in parts.optimizers.values() for kept in (one.state, one.param_groups)}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
     of_base = {*trainer.of_base, *MADE_LATER, "of_base"} - {"schedule", "total_steps"}  # which a trainer may change
     own = vars(trainer).keys() - of_base - (trainer.state_dict().keys() if "self" in parts.others else set())
@@ -202,20 +206,17 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     for part, root in parts.modules.items():
         named |= {f"{part}.{key}": value for key, value in root._buffers.items()}  # of a DDP, which no checkpoint has
         for name, module in unwrap(root).named_modules(prefix=part):
-            plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
-            plain["hooks"] = [hook for key in HOOKS for hook in vars(module)[key].values() if is_own(hook)]
-            kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
-            named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
+            hooks = [*filter(is_own, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()])]
+            kept = {"hooks": hooks, **module._buffers, **vars(module)}.items()  # saved: among `storages`
+            named |= {f"{name}.{key}": one for key, one in kept if not (key in OF_MODULES or isinstance(one, CODE))}
     for name, one in parts.parameters().items():
-        named[f"{name}.hooks"] = [hook for hook in (one._backward_hooks or {}).values() if is_own(hook)]
         named |= {f"{name}.{key}": value for key, value in vars(one).items() if type(one) is nn.Parameter}
     for split, loader in trainer.loaders.items():
-        loader.fetcher.fetch.set_epoch(0)  # so that what follows from an epoch is always the same
-        for one in nested(loader.dataset):
+        for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
             for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():  # which may come later
-                if key == "sampler" and hasattr(value, "set_epoch"):
-                    value.set_epoch(0)
-                is_state = key in ("on_device", "sampler", "tensors", "weights") or isinstance(value, VALUES)
+                is_state = isinstance(value, int | float | str) or key in ("on_device", "tensors", "weights")
+                is_state |= key == "sampler" and not hasattr(value, "set_epoch")
+                is_state |= getattr(value, "nbytes", MOST_BYTES) < MOST_BYTES  # a tensor or an array
                 if is_state or callable(value):  # a transform of a library, which reading may change, by its id
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
                     named.setdefault(place, []).append(value if is_state or is_own(type(value)) else id(value))
@@ -249,10 +250,11 @@ def is_own(one: Any) -> bool:
 class Mark(pickle.Pickler):
     """Computes the CRC32 of a value's pickle. What has a state itself is no part of it."""
 
-    def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = ()):
+    def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = (), outer: Any = None):
         super().__init__(self)
         self.fast = True  # without references, which depend on more than the value
         self.skipped, self.storages, self.crc, self.left = skipped, storages, 0, MOST_BYTES
+        self.outer, self.seen = outer or self, set()  # the mark of the whole, of whose objects each counts once
 
     def of(self, value: Any) -> Any:
         """Return the CRC32, another one each time of an iterator; None of what is large or cannot be pickled."""
@@ -260,9 +262,10 @@ class Mark(pickle.Pickler):
             return None
         try:
             self.dump(value)
-        except Exception:  # noqa: BLE001  # that of any class
+        except Exception as error:  # noqa: BLE001  # of any class
+            self.outer.left -= MOST_BYTES * isinstance(error, RecursionError)  # the whole is too large, at any depth
             return None
-        return self.crc
+        return self.crc if self.outer.left >= 0 else None
 
     def write(self, data: Any) -> None:
         """Take a part of the pickle."""
@@ -270,21 +273,21 @@ class Mark(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for an object: of a tensor its checksum, unless it is the model's or has a gradient."""
-        if id(value) in self.skipped:
+        if id(value) in self.skipped or id(value) in self.outer.seen:
             return ""
+        if is_own(type(value)) and hasattr(value, "__dict__") and not isinstance(value, Collection):
+            self.outer.seen.add(id(value))
+            return [(key, Mark(self.skipped, self.storages, self.outer).of(one)) for key, one in vars(value).items()]
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             return time.monotonic_ns()
-        if is_own(type(value)) and hasattr(value, "__dict__") and not isinstance(value, Collection):
-            inner = {*self.skipped, id(value)}
-            return [(key, Mark(inner, self.storages).of(one)) for key, one in vars(value).items()]
         if isinstance(value, Tensor):
             is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided
             if is_other or value.untyped_storage().data_ptr() in self.storages:
                 return ""
         if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) > MOST_VALUES:  # some of the values
             return tuple(value.shape), value.reshape(-1)[:: math.prod(value.shape) // MOST_VALUES + 1]
-        self.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else max(256, sys.getsizeof(value))
-        if self.left < 0:
+        self.outer.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else max(256, sys.getsizeof(value))
+        if self.outer.left < 0:
             raise OverflowError("too large")
         if isinstance(value, FunctionType):  # with what it keeps
             kept = [cell.cell_contents for cell in value.__closure__ or ()]

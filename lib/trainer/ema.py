@@ -46,14 +46,15 @@ class Trainer(trainer.Trainer):
         try:
             yield
         finally:
-            self.swap()
+            self.swap(back=True)
 
-    def swap(self) -> None:
-        """Exchange the values of the weights and of the averages."""
-        averages, tensors = self.local_tensors()
-        kept = [one.clone() for one in tensors]  # all of them first: some may share memory
-        torch._foreach_copy_(tensors, averages)
-        torch._foreach_copy_(averages, kept)
+    def swap(self, back: bool = False) -> None:
+        """Exchange the values of weights and averages; `back`: the last ones first, as some may share memory."""
+        pairs = [*zip(*self.local_tensors(), strict=True)]
+        for average, tensor in reversed(pairs) if back else pairs:
+            kept = tensor.clone()
+            tensor.copy_(average)
+            average.copy_(kept)
 
     def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""

@@ -6,7 +6,7 @@ import importlib
 import logging
 import math
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +57,7 @@ class Trainer:
         scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
         self.schedule = {"kind": args.lr_schedule, "total": self.total_steps, "end": args.lr_end * scale}
         self.schedule |= {"start": args.lr_start * scale, "warmup": args.lr_warmup * self.plan.steps}
-        # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)  # which finds inf
         self.precision = parallel.autocast(args, world.device)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
@@ -190,15 +189,12 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
-        if self.checks.steps == 1:
-            self.checks.values = replicas.plain_values(self)
-            find_parts(self).states({})  # refuses what no checkpoint could hold
         self.trained = optimizers.parameters_of(self.all_optimizers)
         for parameter in self.trained:
             parameter.grad = None
         for micro_batch, batch in batches:
             self.engine.begin_pass(micro_batch, self.trained)
-            given = {**batch} if isinstance(batch, dict) else batch
+            given = {**batch} if isinstance(batch, Mapping) else batch
             loss = self.call_training_step(batch, micro_batch)  # which may mask targets
             self.backward(loss, micro_batch, self.count_targets(given, micro_batch.count))
             if micro_batch.last:
@@ -221,7 +217,7 @@ class Trainer:
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
-        self.checks.steps += 1
+        self.checks.count_step()
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""

@@ -77,7 +77,7 @@ def place() -> World:
     """Return this process's place, as the environment says."""
     rank, local_rank = (int(os.environ.get(name) or 0) for name in ("RANK", "LOCAL_RANK"))
     size, local_size = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return World(rank, local_rank, size, local_size)
+    return World(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
 
 
 def rendezvous() -> str:

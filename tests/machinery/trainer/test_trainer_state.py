@@ -76,7 +76,7 @@ def slow_writes(monkeypatch):
     """Slow down the writing of checkpoint files, and the swap of averaged weights even more."""
     real, swap = shards.write, ema.Trainer.swap
     monkeypatch.setattr(shards, "write", lambda *args: (time.sleep(0.03), real(*args))[1])
-    monkeypatch.setattr(ema.Trainer, "swap", lambda *args: (swap(*args), time.sleep(0.05)))
+    monkeypatch.setattr(ema.Trainer, "swap", lambda *args, **back: (swap(*args, **back), time.sleep(0.05)))
 
 
 def run_with_stops(out, flags, *limits):
@@ -148,7 +148,7 @@ def test_averaged_weights_are_the_moving_average_after_each_step(averaged):
 def test_an_exchange_with_averages_is_undone_where_weights_share_memory():
     weight, averages = torch.randn(3, 3), [torch.zeros(3, 3), torch.zeros(3, 3)]
     kept, both = weight.clone(), SimpleNamespace(local_tensors=lambda: (averages, [weight, weight.t()]))
-    assert [(ema.Trainer.swap(both), torch.equal(weight, kept))[1] for _ in range(2)] == [False, True]
+    assert [(ema.Trainer.swap(both, back), torch.equal(weight, kept))[1] for back in (False, True)] == [False, True]
 
 
 @pytest.mark.parametrize("flags", ["-cpu 2 -save_every 1steps -keep_last 99", "-cpu 2 -parallel fsdp"])
