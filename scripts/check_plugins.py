@@ -117,11 +117,11 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
 
 def _source(one: Any) -> str:
     """Return the text of a module, class or function, "" if there is none, or only a part that cannot be read."""
-    text = ""
     with contextlib.suppress(OSError, TypeError, SyntaxError):
         text = textwrap.dedent(inspect.getsource(one))
         ast.parse(text)
-    return text
+        return text
+    return ""
 
 
 def counters(source: str) -> set[str]:

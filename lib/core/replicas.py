@@ -216,7 +216,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():  # which may come later
                 is_state = isinstance(value, int | float | str) or key in ("on_device", "tensors", "weights")
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
-                is_state |= getattr(value, "nbytes", MOST_BYTES) < MOST_BYTES  # a tensor or an array
+                is_state |= isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) < MOST_BYTES
                 if is_state or callable(value):  # a transform of a library, which reading may change, by its id
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
                     named.setdefault(place, []).append(value if is_state or is_own(type(value)) else id(value))
