@@ -35,7 +35,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     """Compute the loss of a batch: the model's own if it returns one, else `criterion(outputs, targets)`.
 
     A model whose `forward` has a parameter named labels or targets gets them, too. Of a dict it gets the entries that
-    `forward` names, and all others as **batch; if it names none, it gets the values without the targets, in order.
+    `forward` names, and all others as **batch; if it names none, as many values as it needs, in order.
     Raises UsageError where all this gives no loss, or a number next to the outputs that may be a part of the loss.
     """
     if isinstance(batch, (tuple, list)) and len(batch) > 2:

@@ -101,7 +101,7 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     shard ends, so FSDP and -deterministic avoid them.
     """
     devices = {parameter.device.type for parameter in parameters}
-    has_gaps = any(one.stride() != torch.empty_like(one).stride() for one in parameters)  # which they write into
+    has_gaps = any(one.stride() != torch.empty_like(one).stride() for one in parameters)  # fused kernels write there
     if devices == {"cpu"}:
         return not (has_gaps or args.deterministic or args.parallel == "fsdp")
     return not has_gaps and devices == {"cuda"} and (args.optimizer.lower() != "sgd" or args.parallel != "fsdp")

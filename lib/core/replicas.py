@@ -35,7 +35,7 @@ FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate 
 MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "trained"}  # by the trainer itself
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))|.*/python3[^/]*/"
+NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
@@ -55,7 +55,7 @@ class Checks:
             raise UsageError("the training samples got their weights after get_dataset, too late: set them there")
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
-        self.made = plain_values(trainer)
+        self.made = plain_values(trainer)  # before the first step
         self.values: dict[str, Any] = {}  # the same after the first step, which may build caches
         self.fixed: dict[str, str] = {}  # of what the first step changed, and of tensors: what has not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
@@ -147,8 +147,8 @@ class Checks:
         if names:
             advice = "right if nothing needs it later; else make it a saved buffer or a state, alike on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
-        is_due = self.trainer.plan.engine == "stock" and self.trainer.world.size > 1
-        for root in parts.modules.values() if is_due else ():  # DDP shares buffers in the next pass
+        are_parted = self.trainer.plan.engine == "stock" and self.trainer.world.size > 1
+        for root in parts.modules.values() if are_parted else ():  # DDP shares buffers in the next pass
             take_first([*root.buffers(), *(one for name, one in root.named_parameters() if is_statistic(name))])
         self.compare(f"at step {state.step}; at step {self.agreed} all were the same")
         self.agreed = state.step
@@ -191,8 +191,8 @@ def check_names(trainer: Any) -> None:
 def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
-    They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train;
-    numbers, samplers and functions of datasets; variables of these classes, of their files, and of the project's.
+    They are attributes that a trainer adds, those of optimizers, those and hooks of its modules, whether these train;
+    numbers, texts, arrays, samplers and functions of datasets; variables of classes, their files, and the project's.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts_of(trainer))}
@@ -233,7 +233,7 @@ def variables(objects: list[Any]) -> dict[str, Any]:
     loaded = [(name, one, getattr(one, "__dict__", {})) for name, one in [*sys.modules.items()] if "__" not in name]
     places: dict[str, Any] = {name: one for name, one, its in loaded if OURS.match(str(its.get("__file__")))}
     kinds = {kind for one in objects for kind in type(one).__mro__ if is_own(kind)}
-    places |= {kind.__module__: sys.modules.get(kind.__module__, kind) for kind in kinds}  # of a loader it may lack
+    places |= {kind.__module__: sys.modules.get(kind.__module__, kind) for kind in kinds}  # some are in no module
     classes = {one for place in places.values() for one in vars(place).values() if isinstance(one, type)}
     places |= {f"{kind.__module__}.{kind.__qualname__}": kind for kind in {*kinds, *filter(is_own, classes)}}
     named = [(name, key, value) for name, place in places.items() for key, value in vars(place).items()]
@@ -263,7 +263,8 @@ class Mark(pickle.Pickler):
         try:
             self.dump(value)
         except Exception as error:  # noqa: BLE001  # of any class
-            self.outer.left -= MOST_BYTES * isinstance(error, RecursionError)  # the whole is too large, at any depth
+            if isinstance(error, RecursionError):  # at whatever depth: the whole has no mark then
+                self.outer.left = -1
             return None
         return self.crc if self.outer.left >= 0 else None
 

@@ -554,5 +554,5 @@ class Trainer:
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once
         self.logger.close(outcome)
-        only_others = self.stop.cause.signal and self.stop.signalled_at is None  # nodes got the signal that stops
+        only_others = self.stop.cause.signal and self.stop.signalled_at is None  # got the signal: go on here
         return "failed" if only_others and distributed.is_elastic() and not finished else outcome["state"]

@@ -135,8 +135,7 @@ class Parts:
                 log.warning("%s is %s, as it was saved", name, "frozen" if parameter.requires_grad else "trained")
             parameter.requires_grad_(name not in states["frozen"])
         for part, other in self.others.items():
-            state = decode(states[part], tensors)
-            if state or not isinstance(other, torch.amp.GradScaler):  # that of one which is off is empty
+            if (state := decode(states[part], tensors)) or not isinstance(other, torch.amp.GradScaler):  # off: {}
                 other.load_state_dict(state)
         for part, optimizer in self.optimizers.items():
             memory, groups, more = (decode(one, tensors) for one in [*states[part], None][:3])
