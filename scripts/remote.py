@@ -23,7 +23,7 @@ from scripts import shard_cache
 
 AT_ONCE = 8  # shards of which an index is made
 BLOCK = 4 << 20  # bytes of a request then: a shard is read as a whole, since its headers lie between the images
-GAP, MOST = 1 << 16, 1 << 20  # samples so near to each other are one request, of so many bytes at most
+GAP, MOST = 1 << 16, 1 << 23  # samples so near to each other are one request, of so many bytes at most
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "Last-Modified", "mtime", "created")  # as servers call them
 
 

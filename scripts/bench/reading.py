@@ -7,7 +7,7 @@ A round reads all photos once in each way, in a random order of ways: "cold" aft
 memory, "warm" right after that. "decoded": each photo becomes the tensor that a model sees, drawn as in training;
 "bytes": it is read only. The time counts from the first request to the last batch, without the start of processes.
 Figures are samples per second: medians and ranges over the rounds. With -latency_ms, a web server on this machine
-gives the shards, and waits so long before each answer; "blocks" is tar with -shuffle_block 16. With -s3 it is an S3
+gives the shards, and waits so long before each answer; "tar, 64" is tar with -shuffle_block 64. With -s3 it is an S3
 server (moto's), from which tar reads s3://, and WebDataset the same objects by curl.
 """
 
@@ -41,7 +41,7 @@ from scripts import pack
 
 SIZE, BATCH = (500, 375), 64  # pixels of a photo; photos
 SHUFFLE = 1000  # samples in WebDataset's buffer, from which it draws
-BLOCK = 16  # of -shuffle_block
+BLOCKS = {"tar, 16": 16, "tar, 64": 64}  # -shuffle_block, by way
 S3 = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 SLOW_S3 = """
 import sys, time
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         pack.main([str(root / "photos"), "-o", str(root / "shards"), "-shard_mb", "16"])
         ways, address = {"folder": read_ours, "tar": read_ours, "WebDataset": read_webdataset}, ("", "")
         if options.latency_ms is not None:
-            ways = {"tar": read_ours, "blocks": read_ours, "WebDataset": read_webdataset}
+            ways = {**dict.fromkeys(["tar", *BLOCKS], read_ours), "WebDataset": read_webdataset}
             address = stack.enter_context((serving_s3 if options.s3 else serving)(root, options.latency_ms))
         for workers in options.workers:
             print(table(workers, measure(root, ways, address, options.rounds, workers)), flush=True)
@@ -148,7 +148,7 @@ def flags(root: Path, address: str, way: str) -> config.Args:
     if way == "folder":
         return config.parse_args(["-dataset", "folder", "-data", str(root / "photos")])
     given = ["-dataset", "tar", "-data", f"{address or root}/shards", "-cache_dir", str(root / "cache")]
-    return config.parse_args([*given, "-shuffle_block", str(BLOCK if way == "blocks" else 1)])
+    return config.parse_args([*given, "-shuffle_block", str(BLOCKS.get(way, 1))])
 
 
 def read_ours(root: Path, address: tuple, way: str, decoded: bool, workers: int) -> float:
