@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Sampler, Subset, TensorDataset
 
+from lib.core import loss as losses
 from lib.utils.data import fetch
 from lib.utils.data.fetch import option
 from lib.utils.errors import UsageError
+from lib.utils.monitoring.metrics import Ratio
 
 SAME = ("on_device", "collate_fn", "classes")  # of the data sets of a mixture
 
@@ -94,6 +96,27 @@ class Mixture(ConcatDataset):
         marks = [option(part, "fingerprint") for part in parts.values()]
         if all(isinstance(mark, str | int) for mark in marks):
             self.fingerprint = " ".join(map(str, marks))
+
+    def losses_by_part(self, loss: nn.Module, done: Any, indices: list[int]) -> dict[str, Ratio]:
+        """Return the loss of each part's samples in a pass, under loss_NAME; nothing where it is not known.
+
+        It is known for a -loss of ours or of torch on outputs and targets with a row for each sample, in the order of
+        `indices`. `done` is of loss.forward.
+        """
+        outputs, targets = done.outputs, done.targets
+        is_stateless = type(loss) is losses.CrossEntropy or type(loss).__module__.startswith("torch.nn.")
+        if not is_stateless or option(self, "collate_fn") or not isinstance(outputs, Tensor):
+            return {}
+        if not (isinstance(targets, Tensor) and len(outputs) == len(targets) == len(indices)):
+            return {}
+        part_of = torch.bucketize(torch.tensor(indices) % len(self), torch.tensor(self.cumulative_sizes), right=True)
+        found = {}
+        for number in part_of.unique().tolist():
+            rows = (part_of == number).nonzero()[:, 0].to(outputs.device)
+            part = outputs.detach()[rows], targets[rows]
+            count = losses.count_targets(loss, part, len(rows))
+            found[f"loss_{self.names[number]}"] = Ratio(loss(*part) * count, count)
+        return found
 
     def prefetch_samples(self, indices: list[int]) -> None:
         """Let each part fetch its samples of a micro-batch at once."""

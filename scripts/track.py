@@ -1,12 +1,13 @@
-"""Sends a run's figures to Weights & Biases or MLflow: python scripts/track.py wandb out/NAME.
+"""Sends a run's figures to Weights & Biases, MLflow or a TrainJob's status: python scripts/track.py wandb out/NAME.
 
 train.py -track starts it next to a run, so that no step waits. It reads metrics.jsonl and sends what the tracker
 lacks, also of earlier starts. Steps that are repeated after a resume are not sent again: their figures are the same
-bits.
+bits. In a pod of Kubeflow's Trainer any tracker also sets the status of the TrainJob.
 """
 
 import argparse
 import contextlib
+import datetime
 import fcntl
 import json
 import logging
@@ -15,10 +16,13 @@ import os
 import re
 import select
 import signal
+import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from lib.utils import files
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import STOP_SIGNALS
 from lib.utils.monitoring import console
+from scripts import reading
 from scripts.reading import parse
 
 log = logging.getLogger(__name__)
@@ -39,7 +44,7 @@ MOST = 1000  # metrics in a request to MLflow
 
 
 class Tracker:
-    """Follow the run's metrics.jsonl for a tracker, "wandb" or "mlflow", until `close`."""
+    """Follow the run's metrics.jsonl for a tracker, "wandb", "mlflow" or "kubeflow", until `close`."""
 
     def __init__(self, name: str, folder: Path):
         command = [sys.executable, __file__, name, str(folder), "-parent", str(os.getpid())]
@@ -63,7 +68,8 @@ def main() -> int:
         for number in STOP_SIGNALS:  # Slurm sends them to all processes of a job
             signal.signal(number, signal.SIG_IGN)
     try:
-        follow(args.run, BY_NAME[args.tracker], args.parent)
+        kinds = {BY_NAME[args.tracker], *([Kubeflow] if Kubeflow.URL in os.environ else [])}
+        follow(args.run, kinds, args.parent)
     except Exception as error:
         text = re.sub(r"//[^/\s]*@", "//", f"{error}")[:300]  # an address may contain a password
         more = "; training continues" if args.parent else ""
@@ -72,24 +78,26 @@ def main() -> int:
     return 0
 
 
-def follow(folder: Path, tracker: type, parent: int | None):
+def follow(folder: Path, trackers: Collection[type], parent: int | None):
     """Send new lines until stdin says how the run ended; without a process of the run, send the existing lines."""
     text, end = "", "" if parent else run_folder.read_json(folder / "outcome.json").get("state", "stopped")
     with files.open_regular(folder / "metrics.jsonl", "r+") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # an earlier start may still be sending
-        run = tracker(folder)
+        runs = [tracker(folder) for tracker in trackers]
         while True:
             if not end and select.select([sys.stdin], [], [], INTERVAL_S)[0]:
                 end = os.read(0, 99).decode()
             if not end and os.getppid() != parent:
                 os._exit(1)  # the run was killed: its next start sends the rest
             *lines, text = (text + file.read()).split("\n")  # the last line may be incomplete
-            new = [(line["step"], new_figures(line, run.sent)) for line in map(parse, lines) if line]
-            run.send([(step, figures) for step, figures in new if figures])
+            for run in runs:
+                new = [(line["step"], new_figures(line, run.sent)) for line in map(parse, lines) if line]
+                run.send([(step, figures) for step, figures in new if figures])
             if end:
                 break
-        run.close(end == "finished")
+        for run in runs:
+            run.close(end == "finished")
 
 
 def flags_of(folder: Path) -> dict[str, Any]:
@@ -172,7 +180,66 @@ class Mlflow:
         self.client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
 
-BY_NAME = {"wandb": Wandb, "mlflow": Mlflow}
+class Kubeflow:
+    """The status of the TrainJob in whose pod this runs: progress, time left and the last figures.
+
+    Kubeflow's Trainer, from 2.2 on, says by variables where to send it, if its feature gate TrainJobStatus is on
+    (https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress).
+    """
+
+    URL, TOKEN, CA = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "TOKEN", "CA_CERT"))
+    INTERVAL_S = 5.0  # between requests, which the server limits
+    TIMEOUT_S = 3.0
+
+    def __init__(self, folder: Path):
+        if self.URL not in os.environ:
+            raise RuntimeError(f"there is no {self.URL}: Trainer 2.2 sets it, with its feature gate TrainJobStatus")
+        self.folder, self.sent, self.figures = folder, {}, {}
+        self.is_due, self.next, self.said = True, 0.0, ""
+        log.info("-track:      the status of the TrainJob")
+
+    def send(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Take figures; set the status if there are new ones. A server that does not answer is asked again later."""
+        for _, figures in lines:
+            new = {tag: str(value) for tag, value in figures.items() if not tag.startswith("perf/")}
+            self.figures, self.is_due = {**self.figures, **new}, True
+        if self.is_due and time.monotonic() >= self.next:
+            self.post(**self.progress())
+
+    def progress(self) -> dict[str, int]:
+        """Return how far the run is by its last log line; nothing before the first one."""
+        found = re.findall(r"step (\d+)/(\d+)  .*left ([\d:]+)$", reading.log(self.folder, 1 << 16), re.M)
+        if not found:
+            return {}
+        step, total, left = found[-1]
+        seconds = sum(int(part) * 60**place for place, part in enumerate(reversed(left.split(":"))))
+        return {"progressPercentage": 100 * int(step) // int(total), "estimatedRemainingSeconds": seconds}
+
+    def post(self, **status: Any) -> None:
+        """Set the status. The token may be another one each time."""
+        metrics = [{"name": name, "value": value} for name, value in self.figures.items()]
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        body = json.dumps({"trainerStatus": {**status, "metrics": metrics, "lastUpdatedTime": now}}).encode()
+        try:
+            token, headers = Path(os.environ[self.TOKEN]).read_text().strip(), {"Content-Type": "application/json"}
+            headers["Authorization"] = f"Bearer {token}"
+            request = urllib.request.Request(os.environ[self.URL], body, headers)
+            context = ssl.create_default_context(cafile=os.environ[self.CA])
+            urllib.request.urlopen(request, timeout=self.TIMEOUT_S, context=context).close()
+            self.is_due = False
+        except (OSError, KeyError) as error:
+            if self.said != (text := f"{type(error).__name__}: {error}"):
+                log.warning("-track: the status of the TrainJob cannot be set (%s); it is tried again", text)
+                self.said = text
+        self.next = time.monotonic() + self.INTERVAL_S
+
+    def close(self, finished: bool) -> None:
+        """Set the status for the last time."""
+        end = {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
+        self.post(**(end if finished else self.progress()))
+
+
+BY_NAME = {"wandb": Wandb, "mlflow": Mlflow, "kubeflow": Kubeflow}
 
 if __name__ == "__main__":
     sys.exit(main())

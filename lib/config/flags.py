@@ -80,7 +80,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-tb", SWITCH, "serve TensorBoard on 127.0.0.1 while the run lasts", per_node=True)
     add("-ngrok", SWITCH, "open a tunnel to TensorBoard, behind the password in NGROK_PASSWORD")
     add("-ngrok_auth", value(types.run_name, "USER"), "user name that goes with the password", "baton")
-    add("-track", {"choices": ("none", "wandb", "mlflow")}, "also send the figures to this tracker", "none")
+    add("-track", {"choices": ("none", "wandb", "mlflow", "kubeflow")}, "send the figures to this tracker", "none")
     add("-mirror", value(text, "URL"), "also copy the run to URL/NAME, as s3://BUCKET/runs, and resume from there")
     add("-seed", COUNT_OR_0, "the seed of all randomness", 0, on_resume="refuse")
 

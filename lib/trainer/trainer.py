@@ -75,7 +75,9 @@ class Trainer:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
-            for name, value in self.compute_metrics(done.outputs, done.targets).items():
+            by_part = getattr(self.loaders["train"].dataset, "losses_by_part", lambda *_: {})  # of a mixture
+            found = by_part(self.loss, done, self.micro_batch.indices)
+            for name, value in {**self.compute_metrics(done.outputs, done.targets), **found}.items():
                 self.log_scalar(name, value)
         return done.loss
 
@@ -221,7 +223,7 @@ class Trainer:
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
-        self.logs_scalars = micro_batch.count > 0
+        self.micro_batch, self.logs_scalars = micro_batch, micro_batch.count > 0
         with self.precision, self.checks.watch_pass(micro_batch):
             loss = self.training_step(batch)
         self.logs_scalars = self.world.is_main

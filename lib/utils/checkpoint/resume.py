@@ -256,11 +256,10 @@ def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
 
 def best_weights(past: Past, world: World) -> dict[str, Tensor]:
     """Return the best weights on writers, if a node may lack them; forget lost ones. All ranks call this."""
-    file = past.folder.parents[1] / "best" / "weights.safetensors"
 
     def read() -> tuple[str, dict[str, Tensor]]:
         try:
-            tensors = shards.read_weights(file)
+            tensors = shards.read_weights(past.folder.parents[1] / "best" / weights.FILE)
         except (FileNotFoundError, shards.Damaged) as error:
             return str(error), {}
         return "", tensors if past.missing_on else {}

@@ -27,8 +27,7 @@ def gather(tensors: dict[str, Tensor], wanted: bool) -> dict[str, Tensor]:
 
 def not_finite(model: nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
-    parameters = unwrap(model).named_parameters()
-    finite = {name: torch.isfinite(shards.local_part(value)).all() for name, value in parameters}
+    finite = {name: torch.isfinite(shards.local_part(one)).all() for name, one in unwrap(model).named_parameters()}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
     mine = [name for name, one in zip(finite, good, strict=True) if not one]
     return sorted(set().union(*distributed.gather(mine, world)))

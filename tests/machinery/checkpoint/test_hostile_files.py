@@ -48,11 +48,6 @@ def there(tmp_path):
     assert file.read_text() == '{"state": "finished"}\n' and not (tmp_path / "nowhere").exists()
 
 
-def replace(path: Path, kind: str, there: Path):
-    path.unlink(missing_ok=True)
-    ODD[kind](path, there)
-
-
 @pytest.mark.parametrize("kind", ODD)
 def test_only_regular_files_are_opened_and_only_links_that_a_user_names_are_followed(kind, tmp_path, there):
     path = tmp_path / "x"
@@ -81,7 +76,8 @@ def test_files_that_are_replaced_are_replaced_whatever_stands_there(copy, there)
     kinds = {"outcome.json": "link", "config.yaml": "pipe", WEIGHTS: "hard link"}
     kinds["final/weights.safetensors"] = "device"
     for name, kind in kinds.items():
-        replace(copy / name, kind, there)
+        (copy / name).unlink(missing_ok=True)
+        ODD[kind](copy / name, there)
     shutil.rmtree(copy / "checkpoints")
     folder = run(copy.parent, f"{SMALL} -cpu 1 -epochs 1")
     assert outcome(folder)["state"] == "finished"

@@ -112,10 +112,8 @@ def test_a_save_that_is_killed_at_any_call_or_loses_power_leaves_the_old_or_new_
 
 
 def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
-    checks = [_check_forced_saves, _check_failing_saves, _check_async]
-
     def run(rank):
-        for check in checks:
+        for check in (_check_forced_saves, _check_failing_saves, _check_async):
             check(rank, tmp_path / check.__name__)
 
     torch.set_num_threads(1)

@@ -51,9 +51,8 @@ def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):
         def training_step(self, batch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB")
 
-    flags = [*FAST, "-trainer", "hungry", "-model", "big", "-out", str(tmp_path)]
     with runs.plugins(trainer={"hungry": Hungry}), pytest.raises(torch.OutOfMemoryError, match="a smaller -micro"):
-        train.main(flags)
+        train.main([*FAST, "-trainer", "hungry", "-model", "big", "-out", str(tmp_path)])
     assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
 
 

@@ -206,16 +206,6 @@ def test_another_version_of_a_library_is_named_as_what_may_have_changed_the_samp
         assert "and is 99.0" in log_of(folder), "the same pixels: said, and continued"
 
 
-def test_an_evaluation_on_other_data_says_so(tmp_path, capfd):
-    with plugins(dataset={"odd": few}):
-        run(tmp_path, ODD)
-        run(tmp_path, f"{ODD} -eval")
-        assert "changed since" not in capfd.readouterr().out
-    with plugins(dataset={"odd": other_labels}):
-        run(tmp_path, f"{ODD} -eval")
-        assert "changed since the run began: train digest was" in capfd.readouterr().out
-
-
 # A first start that is killed before its first save
 
 
@@ -251,12 +241,18 @@ def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, kill
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
 
 
-def test_other_data_before_the_first_save_are_said_and_taken(killed, tmp_path):
+def test_other_data_before_the_first_save_are_said_and_taken_and_of_an_evaluation_said(killed, tmp_path, capfd):
+    changed_since = "changed since the run began: train digest was"
     with plugins(dataset={"odd": few}):
         folder = killed(tmp_path, ODD)
     with plugins(dataset={"odd": other_labels}):
         run(tmp_path, ODD)
-    assert "changed since the run began: train digest was" in log_of(folder)
+        assert changed_since in log_of(folder) and changed_since in capfd.readouterr().out
+        run(tmp_path, f"{ODD} -eval")
+    with plugins(dataset={"odd": few}):
+        assert changed_since not in capfd.readouterr().out
+        run(tmp_path, f"{ODD} -eval")
+        assert changed_since in capfd.readouterr().out
 
 
 def test_what_get_dataset_computes_has_one_thread(tmp_path):

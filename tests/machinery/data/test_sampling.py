@@ -73,7 +73,7 @@ def test_a_sample_that_comes_again_is_drawn_under_another_seed():
     assert [len({*row.tolist()}) for row in found] == [3, 3]
 
 
-MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
+MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2 -train_metrics"
 
 
 @pytest.mark.parametrize(
@@ -88,27 +88,20 @@ MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2"
 def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, others, texts, tmp_path):
     folder = same_bits_everywhere(tmp_path, flags, (3, 2))
     assert distance(folder, run(tmp_path, f"{others} -model others -cpu 1"))
-    assert flags != MIXED or {"val_a/loss", "val_b/loss"} < {name for line in lines(folder) for name in line}
-
-
-def test_balanced_classes_come_equally_often():
-    part = rare(None)["train"]
-    sampling.add_sampler(part, parsed("-balance"))
-    _, times = part.tensors[1][fetch.draw_order(part, 0, 0) % len(part)].unique(return_counts=True)
-    assert {*times.tolist()} == {16, 17}, "50 samples of three classes, most of which are of class 0"
+    by_part = {"val_a/loss", "val_b/loss", "train/loss_a", "train/loss_b"}
+    assert flags != MIXED or by_part < set().union(*lines(folder))
 
 
 @pytest.mark.parametrize("kind", ["tensors", "subset", "several", "attribute", "masks"])
 def test_balanced_weights_are_those_of_scikit_learn(kind):
     labels = torch.tensor([0, 0, 0, 1, 2, 2])
     whole = TensorDataset(torch.zeros(8), torch.cat([torch.tensor([1, 1]), labels]))
-    masks = torch.cat([labels, torch.tensor([-100, -100])]).view(2, 2, 2)
     part = {
         "tensors": TensorDataset(torch.zeros(6), labels),
         "subset": Subset(whole, range(2, 8)),
         "several": ConcatDataset([Subset(whole, range(2, 5)), Subset(whole, range(5, 8))]),
         "attribute": type("Own", (), {"targets": labels.tolist(), "__len__": lambda self: 6})(),
-        "masks": TensorDataset(torch.zeros(2), masks),
+        "masks": TensorDataset(torch.zeros(2), torch.cat([labels, torch.tensor([-100, -100])]).view(2, 2, 2)),
     }[kind]
     args = parsed("-num_classes 3 -class_weights balanced")
     sampling.balance_loss(found := loss.get_loss(args), part, args)
@@ -172,11 +165,16 @@ def test_parts_that_do_not_fit_together_are_refused():
     assert "give it weights instead" in usage_error(sampling.Mixture, {"one": one}, {"one": 1})
 
 
-@pytest.mark.parametrize("numbers", [[1.0, math.nan, 1, 1], [0.0] * 4, [1.0, -1, 1, 1], [1.0, math.inf, 1, 1], [1.0]])
-def test_weights_that_are_none_are_refused(numbers):
-    part = Tensors(torch.zeros(4), torch.arange(4))
-    part.weights = numbers
-    assert "weights of" in usage_error(sampling.add_sampler, part, parsed("-shuffle"))
+def test_each_part_of_a_mixture_has_the_loss_of_its_samples():
+    mixed = sampling.Mixture({name: Items(range(3)) for name in "ab"}, {"a": 1, "b": 1})
+    outputs, targets, rows = torch.randn(4, 3), torch.tensor([0, 2, -100, 1]), {"a": [0, 3], "b": [1, 2]}
+    done = loss.ForwardResult(torch.zeros(()), targets, outputs)
+    found = mixed.losses_by_part(criterion := torch.nn.CrossEntropyLoss(), done, [1, 5, 10, 6])  # 10 and 6 come again
+    assert {f"loss_{part}": criterion(outputs[of], targets[of]) for part, of in rows.items()} == {
+        name: total / count for name, (total, count) in found.items()
+    }
+    mixed.collate_fn = list  # which may have another order
+    assert not mixed.losses_by_part(criterion, done, [1, 5, 10, 6])
 
 
 def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the_names_are_left_alone():
@@ -203,3 +201,5 @@ def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the
     assert "must list their classes" in usage_error(sampling.add_sampler, part, parsed("-balance"))
     part = Items([1, 2], weights=[1, 2], sampler=[0, 1])
     assert "one of them must go" in usage_error(sampling.add_sampler, part, parsed(""))
+    for weights in ([1.0, math.nan], [0, 0], [1.0, -1], [1.0, math.inf], [1.0]):
+        assert "weights of" in usage_error(sampling.add_sampler, Items([1, 2], weights=weights), parsed(""))

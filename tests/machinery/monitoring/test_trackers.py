@@ -1,19 +1,24 @@
-"""-track: a real MLflow server and W&B offline; killed runs, lost servers, and no key in any file."""
+"""-track: a real MLflow server, W&B offline, a TrainJob; killed runs, lost servers, and no key in any file."""
 
 import json
 import math
 import os
 import random
 import signal
+import ssl
 import struct
+import subprocess
 import sys
+import threading
 import urllib.request
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import ports
 import pytest
 import runs
+from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as Request
 from processes import python, session, until
 
 SECRET = "3f" * 20
@@ -42,9 +47,6 @@ def run_killed_at(start, name, flags, env, step, sent):
     os.kill(note["pid"], signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     return run
-
-
-# MLflow
 
 
 class Server:
@@ -120,9 +122,6 @@ def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
     assert len(server.tracked()) == 1 and server.points(server.tracked()[0]) == logged_points(run.folder)
 
 
-# W&B
-
-
 def records(file: Path):
     """The records of W&B's file of a run, which has LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -166,8 +165,41 @@ def test_wandb_has_each_step_of_a_killed_run_once(start):
     assert has_no_key(run.folder)
 
 
-def test_a_tracker_that_is_not_installed_gives_one_warning(tmp_path):
+def test_a_trainjob_shows_progress_time_left_and_the_last_figures(start, tmp_path):
+    token, pem, requests = tmp_path / "token", tmp_path / "ca.crt", []
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=me -addext subjectAltName=IP:127.0.0.1".split()
+    subprocess.run([*command, "-out", pem, "-keyout", pem], check=True, capture_output=True)
+    token.write_text("old")
+
+    class Trainer(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            requests.append(
+                (self.headers["Authorization"], Request.from_json(body), json.loads(body)["trainerStatus"])
+            )
+            token.write_text(SECRET)  # Kubernetes gives another one from time to time
+            self.send_response(503 if len(requests) == 1 else 200)
+            self.end_headers()
+
+    server, context = HTTPServer(("127.0.0.1", 0), Trainer), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    given = {"URL": f"https://127.0.0.1:{server.server_port}", "CA_CERT": str(pem), "TOKEN": str(token)}
+    env = {f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in given.items()}
+    run = start("run", "-track", "kubeflow", "-log_every", 1, cpu=1, env=env)
+    assert run.wait() == 0
+    server.shutdown()
+    assert "cannot be set (HTTPError: HTTP Error 503" in run.text() and has_no_key(run.folder)
+    keys, known, sent = zip(*requests)
+    assert keys == ("Bearer old", *[f"Bearer {SECRET}"] * (len(keys) - 1))
+    assert all(one.trainer_status.to_dict().keys() == status.keys() for one, status in zip(known, sent))
+    assert (sent[-1]["progressPercentage"], sent[-1]["estimatedRemainingSeconds"]) == (100, 0)
+    last = {tag: str(points[-1][1]) for tag, points in logged_points(run.folder).items()}
+    assert {one["name"]: one["value"] for one in sent[-1]["metrics"]} == last
+
+
+def test_a_tracker_that_is_not_there_gives_one_warning(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")\n")
-    output = python("scripts/track.py", "mlflow", tmp_path, code=1, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert output == "-track: nothing more is sent to mlflow (No module named 'mlflow')\n"
+    output = python("scripts/track.py", "kubeflow", tmp_path, code=1)
+    assert output.startswith("-track: nothing more is sent to kubeflow (there is no KUBEFLOW_TRAINER_SERVER_URL: ")

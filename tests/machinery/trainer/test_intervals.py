@@ -139,8 +139,7 @@ def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(fu
 def test_each_validation_set_has_its_figures_and_best_may_go_by_any(metric, tmp_path):
     folder = run(tmp_path, f"{SMALL} -dataset two_sets -trainer notes -log_every 1 -best {metric} -cpu 2")
     logged = lines(folder)
-    tags = "val_clean/loss", "val/loss"
-    clean, val = ([line[tag] for line in logged if tag in line] for tag in tags)
+    clean, val = ([line[tag] for line in logged if tag in line] for tag in ("val_clean/loss", "val/loss"))
     assert len(clean) == len(val) == 3 and clean != val
     assert clean[-1] == pytest.approx(outcome(folder)["test"]["loss"], abs=1e-6), "the same samples"
     best = outcome(folder)["best"]
@@ -155,8 +154,7 @@ def test_each_validation_set_has_its_figures_and_best_may_go_by_any(metric, tmp_
 @pytest.mark.parametrize(("more", "least"), [("", 12), ("-eval_every 1steps", 7)])
 def test_saves_by_minutes_come_when_all_ranks_have_voted(more, least, tmp_path, monkeypatch):
     """Also where a validation, which votes, too, lies between a step's vote and its save."""
-    began = SimpleNamespace(monotonic=lambda: -math.inf, time=lambda: 0.0)  # the last save
-    monkeypatch.setattr(manager, "time", began)
+    monkeypatch.setattr(manager, "time", SimpleNamespace(monotonic=lambda: -math.inf, time=lambda: 0.0))  # long ago
     monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
     assert len(saves.steps(run(tmp_path, f"{SMALL} -cpu 2 {more} -save_every 5minutes -keep_last 99"))) >= least
 

@@ -88,8 +88,8 @@ def test_debug_starts_from_the_newest_checkpoint_and_does_not_change_the_run(par
 
 def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp_path, monkeypatch, capfd, refused):
     folder = run(tmp_path, FLAGS)
-    best = outcome(folder)["best"]
-    (wanted,) = [line for line in lines(folder) if "val/loss" in line and line["epoch"] == best["epoch"]]
+    epoch = outcome(folder)["best"]["epoch"]
+    (wanted,) = [line for line in lines(folder) if "val/loss" in line and line["epoch"] == epoch]
     (folder / "STOP").touch()  # a file that stops training, but not an evaluation
     before = tree(tmp_path)
     for flags in ("-cpu 1", "-cpu 2 -epochs 99", "torchrun"):
@@ -98,9 +98,10 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
                 patch.setenv(name, value)
             run(tmp_path, f"{FLAGS} -eval {flags.replace('torchrun', '')}")
         found = json.loads((folder / "eval.json").read_text())
-        for name in ("accuracy", "loss"):
-            assert found["val"][name] == pytest.approx(wanted[f"val/{name}"], abs=1e-6)
+        assert all(found["val"][one] == pytest.approx(wanted[f"val/{one}"], abs=1e-6) for one in ("accuracy", "loss"))
         assert f"val  accuracy {found['val']['accuracy']:.4f}" in capfd.readouterr().out
+        counts = torch.tensor(found["confusion"]["val"])  # of each class, by answer
+        assert counts.trace() / counts.sum() == pytest.approx(found["val"]["accuracy"])
         (folder / "eval.json").unlink()
     assert tree(tmp_path) == before
 

@@ -50,11 +50,7 @@ def test_garbage_of_the_rank_and_of_loader_processes_is_collected_even_with_shor
 
 @pytest.mark.parametrize(
     ("limit", "siblings", "cores"),
-    [
-        ("max 100000", None, 8),
-        ("250000 100000", None, 3),
-        (None, lambda cpu: cpu // 2, 4),  # two hardware threads a core, as torch counts them
-    ],
+    [("max 100000", None, 8), ("250000 100000", None, 3), (None, lambda cpu: cpu // 2, 4)],  # two threads a core
 )
 def test_a_process_has_as_many_cores_as_torch_would_use_and_its_container_allows(limit, siblings, cores, monkeypatch):
     def read(path):
