@@ -1,6 +1,7 @@
 """-dataset tar from URLs: a web server that fails in three ways, and a real S3 (moto's)."""
 
 import concurrent.futures
+import functools
 import json
 import multiprocessing
 import os
@@ -97,15 +98,18 @@ def test_shards_of_a_url_have_the_samples_of_those_on_a_disk(shards, web, tmp_pa
     assert len(list((tmp_path / "index").glob("*.npy"))) == 4
 
 
+def wait_for_copies(cache: Path, count: int, server: int) -> None:
+    """Wait until so many shards are on the disk; end the server where these are all of them."""
+    until(lambda: len([*cache.glob("*/*.tar")]) == count)
+    if count == 3:
+        os.kill(server, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("copies", [["train", "train", "val"], ["train"]])
 def test_copies_of_shards_up_to_cache_gb_are_read_once_they_are_there(shards, server, tmp_path, copies):
     limit = 1 if len(copies) == 3 else ((shards / "train-0.tar").stat().st_size + 100) / 1e9
     flags = ["-cache_dir", tmp_path, "-cache_gb", f"{limit:.9f}"]
-
-    def between():  # the server is gone where all are on the disk
-        until(lambda: len([*tmp_path.glob("shards/*/*.tar")]) == len(copies))
-        os.kill(server[1].pid, signal.SIGKILL if len(copies) == 3 else 0)
-
+    between = functools.partial(wait_for_copies, tmp_path / "shards", len(copies), server[1].pid)
     assert samples(f"{server[0]}/good/shards", *flags, between=between) == samples(shards)
     assert sorted(file.parent.name.partition("_")[0] for file in tmp_path.glob("shards/*/*.tar")) == copies
 

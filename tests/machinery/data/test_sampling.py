@@ -170,9 +170,8 @@ def test_each_part_of_a_mixture_has_the_loss_of_its_samples():
     outputs, targets, rows = torch.randn(4, 3), torch.tensor([0, 2, -100, 1]), {"a": [0, 3], "b": [1, 2]}
     done = loss.ForwardResult(torch.zeros(()), targets, outputs)
     found = mixed.losses_by_part(criterion := torch.nn.CrossEntropyLoss(), done, [1, 5, 10, 6])  # 10 and 6 come again
-    assert {f"loss_{part}": criterion(outputs[of], targets[of]) for part, of in rows.items()} == {
-        name: total / count for name, (total, count) in found.items()
-    }
+    wanted = {f"loss_{part}": criterion(outputs[of], targets[of]) for part, of in rows.items()}
+    assert wanted == {name: total / count for name, (total, count) in found.items()}
     mixed.collate_fn = list  # which may have another order
     assert not mixed.losses_by_part(criterion, done, [1, 5, 10, 6])
 

@@ -88,12 +88,11 @@ def context(target: Path) -> list[Path]:
     return [file for file in target.rglob("*") if file.is_file()]
 
 
-def can_unshare() -> bool:
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
-    return bool(shutil.which("unshare")) and not subprocess.run(command, capture_output=True).returncode
+NAMESPACE = "unshare --pid --fork --mount-proc".split()
+CAN_UNSHARE = shutil.which("unshare") and not subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode
 
 
-@pytest.mark.skipif(not can_unshare(), reason="needs root and util-linux' unshare, to be process 1 as in a pod")
+@pytest.mark.skipif(not CAN_UNSHARE, reason="needs root and util-linux' unshare, to be process 1 as in a pod")
 def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_kind_resumes(tmp_path):
     command = [*STARTS["v2"]["args"], *"-epochs 4000 -cpu 2 -arch mlp -workers 0 -log_every 5".split()]
     command[command.index("-out") + 1] = str(tmp_path)
@@ -117,5 +116,5 @@ def pod(kind, command, image):
     """A session that starts the command of a pod from the image's files, as process 1 of a namespace of its own, with
     the variables of its operator."""
     given = dict(f"PET_{one}".split("=") for one in GIVEN[kind].format(port=ports.free()).split())
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *command]
+    command = [*NAMESPACE, "--kill-child", *STARTS[kind]["command"], *command]
     return session(command, image / f"{kind}.log", cwd=image, env={**CLEAN, "OMP_NUM_THREADS": "1", **given})

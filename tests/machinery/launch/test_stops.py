@@ -145,9 +145,8 @@ def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, u
 
 
 def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uninterrupted):
-    flags = ("-arch", "mlp", "-epochs", 3)
     for number in (signal.SIGTERM, signal.SIGINT):
-        run = start("early", *flags, command=["train.py"])
+        run = start("early", "-arch", "mlp", "-epochs", 3, command=["train.py"])
         maps = Path(f"/proc/{run.pid}/maps")
         until(lambda maps=maps: "libtorch_cpu" in maps.read_text())  # torch is being imported
         os.kill(run.pid, number)
