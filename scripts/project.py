@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from scripts.update import BRANCH, CHOICES, IDENTITY, MARK, git
+from scripts.update import BRANCH, CHOICES, MARK, git
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -227,14 +227,15 @@ def create(args: argparse.Namespace) -> str:
     own = ("--others", "--exclude-standard", "--", "lib/arch/*.py", "lib/dataset/*.py", "lib/trainer/*.py")
     listed, new_plugins = (git(ROOT, "ls-files", "-z", *which).strip("\0").split("\0") for which in ((), own))
     project = Project(name, parts, {file for file in listed if (ROOT / file).is_file()})
+    files, plugins = project.contents(project.files), project.contents(filter(None, new_plugins))
     folder.mkdir(parents=True)
     git(folder, "init", "--quiet")
-    project.write(project.files, folder)
+    write(files, folder)
     (folder / CHOICES).write_text(json.dumps({"name": name, "parts": parts}, indent=2) + "\n")
     commit(folder, f"The template as {name}, from {version}\n\n{MARK}")
     git(folder, "update-ref", f"refs/heads/{BRANCH}", "HEAD")
-    if new_plugins != [""]:  # not the template's: another version has none of them
-        project.write(new_plugins, folder)
+    if plugins:  # not the template's: another version has none of them
+        write(plugins, folder)
         commit(folder, "New plugins", "-p", "HEAD")
     return f"{folder} is there; try: cd {shlex.quote(str(folder))}; ./scripts/train.sh; ./scripts/test.sh"
 
@@ -298,13 +299,15 @@ class Project:
         flags = re.findall(r'^    add\("-(\w+)"', (ROOT / "lib" / "config" / "flags.py").read_text(), re.M)
         self.absent_flags = [flag for flag in flags if any(fnmatch(flag, pattern) for pattern in patterns)]
 
-    def write(self, files: Iterable[str], folder: Path) -> None:
-        """Write these files of the template into the project's folder."""
+    def contents(self, files: Iterable[str]) -> dict[str, bytes]:
+        """Return what these files of the template hold in the project. Raises ValueError for one that is no UTF-8."""
+        found = {}
         for file in files:
-            target = folder / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(self.adapt(file, (ROOT / file).read_bytes()))
-            target.chmod((ROOT / file).stat().st_mode)
+            try:
+                found[file] = self.adapt(file, (ROOT / file).read_bytes())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: no text in UTF-8 ({error})") from None
+        return found
 
     def adapt(self, file: str, content: bytes) -> bytes:
         """Return a file's content in the project. The licence stays as it is: its terms say so."""
@@ -313,7 +316,7 @@ class Project:
         if file == "README.md":
             text = README.replace("NAME", self.name).replace("OLD", self.old.capitalize())
             return re.sub(r"\n{3,}", "\n\n", self.items_of_project(text, file)).encode()
-        text = content.decode()
+        text = content.decode().replace("\r\n", "\n")  # as core.autocrlf checks it out
         if file == "pyproject.toml":
             text = self.trim_settings(text)
         elif file == "requirements.lock":
@@ -392,8 +395,17 @@ def rename(text: str, old: str, name: str) -> str:
     return re.sub(pattern, replace, text, flags=re.I)
 
 
+def write(contents: dict[str, bytes], folder: Path) -> None:
+    """Write files into the project's folder, with the modes that they have in the template."""
+    for file, content in contents.items():
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+        target.chmod((ROOT / file).stat().st_mode)
+
+
 def commit(folder: Path, message: str, *parents: str) -> None:
     """Commit all files, whatever the user's own settings of Git are."""
     git(folder, "-c", "core.excludesFile=", "-c", "core.autocrlf=false", "add", "--all")
-    made = git(folder, *IDENTITY, "commit-tree", git(folder, "write-tree"), *parents, "-m", message)
+    made = git(folder, "commit-tree", git(folder, "write-tree"), *parents, "-m", message)
     git(folder, "update-ref", "HEAD", made)

@@ -5,6 +5,7 @@ project's own branches descend from it. So an update generates the new version w
 there, and lets Git merge that branch: its three-way merge knows what the template changed and what you did.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CHOICES = ".template.json"  # the project's name, and the parts that were chosen
 BRANCH = "template"
 MARK = "Generated-by: scripts/new.py project"  # in the message of each commit of the branch
-IDENTITY = ("-c", "user.name=template", "-c", "user.email=template@localhost")  # of these commits
+COMMITTER = "template@localhost"  # of these commits: who amends, rebases or squashes one is another
+IDENTITY = {f"GIT_{who}_NAME": "template" for who in ("AUTHOR", "COMMITTER")}
+IDENTITY |= {f"GIT_{who}_EMAIL": COMMITTER for who in ("AUTHOR", "COMMITTER")}
+REWRITTEN = (
+    "this branch does not descend from the template as it was generated: its first commit was amended, or squashed; "
+    "if it has all of the version {0}, say so by: git merge -s ours --allow-unrelated-histories {0}"
+)
 
 
 def merge(source: str) -> int:
@@ -32,11 +39,17 @@ def merge(source: str) -> int:
         raise ValueError(
             f"{ROOT} is a folder of a larger Git repository: only a repository of its own can be updated"
         )
+    if Path(git(ROOT, "rev-parse", "--absolute-git-dir"), "MERGE_HEAD").exists():
+        raise ValueError("a merge is not finished: git commit ends it, git merge --abort undoes it")
     if git(ROOT, "status", "--porcelain", "--untracked-files=no"):
         raise ValueError("there are changes that are not committed: commit or stash them first")
-    if git(ROOT, "branch", "--show-current") == BRANCH:
+    if f"branch refs/heads/{BRANCH}" in git(ROOT, "worktree", "list", "--porcelain").splitlines():
         raise ValueError(f"the branch {BRANCH} is checked out, which is new.py's own: switch to another one")
     last = newest_version()
+    if run_git(ROOT, "merge-base", "HEAD", last).returncode:
+        if git(ROOT, "rev-parse", "--is-shallow-repository") == "true":
+            raise ValueError("this clone has a part of the history: git fetch --unshallow")
+        raise ValueError(REWRITTEN.format(last[:12]))
     with tempfile.TemporaryDirectory() as place:
         template, made = find_template(source, Path(place)), Path(place, "made")
         command = [sys.executable, template / "scripts" / "new.py", "project", made, "-like", ROOT / CHOICES]
@@ -46,15 +59,16 @@ def merge(source: str) -> int:
         git(ROOT, "fetch", "--quiet", str(made), BRANCH)
     if git(ROOT, "diff", "--name-only", last, "FETCH_HEAD"):
         message = git(ROOT, "log", "-1", "--format=%B", "FETCH_HEAD")
-        last = git(ROOT, *IDENTITY, "commit-tree", "FETCH_HEAD^{tree}", "-p", last, "-m", message)
+        last = git(ROOT, "commit-tree", "FETCH_HEAD^{tree}", "-p", last, "-m", message)
     git(ROOT, "update-ref", f"refs/heads/{BRANCH}", last)
     return merge_branch()
 
 
 def newest_version() -> str:
     """Return the newest commit that holds the template as generated, in a branch of this name or in this history."""
-    known = ("HEAD", f"--branches={BRANCH}", f"--remotes=*/{BRANCH}")
-    found = git(ROOT, "rev-list", "--topo-order", "--max-count=1", f"--grep=^{MARK}$", *known)
+    known = ("HEAD", f"--branches={BRANCH[:-1]}[{BRANCH[-1]}]", f"--remotes=*/{BRANCH}")  # a name alone is no pattern
+    wanted = (f"--grep=^{MARK}$", f"--committer=<{COMMITTER}>")  # both
+    found = git(ROOT, "rev-list", "--topo-order", "--max-count=1", *wanted, *known)
     if not found:
         raise ValueError(f"no version of the template in this repository: git fetch origin {BRANCH}:{BRANCH}")
     return found
@@ -65,9 +79,7 @@ def find_template(source: str, place: Path) -> Path:
     folder = Path(source).resolve()
     if not (folder / "train.py").is_file():
         folder = place / "template"
-        run = subprocess.run(
-            ["git", "clone", "--quiet", "--depth=1", "--", source, folder], capture_output=True, text=True
-        )
+        run = run_git(place, "-c", "core.autocrlf=false", "clone", "--quiet", "--depth=1", "--", source, str(folder))
         if run.returncode:
             raise ValueError(f"{source}: no folder or Git URL of the template: {' '.join(run.stderr.split())}")
     if not (folder / "scripts" / "project.py").is_file():
@@ -82,14 +94,21 @@ def merge_branch() -> int:
         print(run.stdout.strip(), "" if run.stdout.startswith("Already") else "try: ./scripts/test.sh", sep="\n")
         return 0
     if not git(ROOT, "ls-files", "--unmerged"):
-        raise ValueError(f"git merge {BRANCH}: {' '.join(run.stderr.split())}")
+        run_git(ROOT, "merge", "--abort")  # where a hook has refused it
+        raise ValueError(f"git merge {BRANCH}: {' '.join((run.stderr + run.stdout).split())}")
     print(f"{run.stdout}new.py: solve the conflicts (git status lists them), then: git commit; or: git merge --abort")
     return 1
 
 
+def run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run git in a folder; what it commits is of IDENTITY."""
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **IDENTITY})
+
+
 def git(folder: Path, *arguments: str) -> str:
     """Return what git prints. Raises ValueError if it fails."""
-    run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    run = run_git(folder, *arguments)
     if run.returncode:
         raise ValueError(f"git {arguments[0]} in {folder}: {' '.join(run.stderr.split())}")
     return run.stdout.strip()

@@ -192,7 +192,7 @@ def test_the_smallest_project_is_short_and_its_two_commands_pass(tmp_path):
 
 @pytest.mark.slow
 def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
-    template, mine, clone = (tmp_path / name for name in ("baton", "mine", "clone"))
+    template, mine, clone, amended = (tmp_path / name for name in ("baton", "mine", "clone", "amended"))
     copy_tracked(template)
     output_of(template, "git", "init", "--quiet")
     commit(template)
@@ -201,6 +201,11 @@ def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
     (template / "lib" / "arch" / "own.py").unlink()
     update = ("scripts/new.py", "update", str(template))
     assert "Already up to date" in python(mine, *update)
+    output_of(tmp_path, "git", "clone", "--quiet", str(mine), str(amended))
+    (amended / "lib/arch/mine.py").write_text("")
+    output_of(amended, "git", "reset", "--quiet", "--soft", "origin/template")
+    output_of(amended, "git", "add", "--all")
+    output_of(amended, "git", "commit", "--quiet", "--amend", "--no-edit")  # has the mark, and is no template's
     change(mine, "train.py", "a model: the whole", "MY model: the whole")
     assert "not committed" in python(mine, *update, code=2)
     (mine / "scripts" / "plot.py").unlink()
@@ -218,10 +223,17 @@ def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
         assert not (folder / "lib" / "launch" / "slurm.py").exists(), "what was left out stays out"
         assert (folder / "lib" / "arch" / "own.py").exists(), "new plugins are the project's"
         assert not (folder / "scripts" / "plot.py").exists() and not output_of(folder, "git", "status", "--short")
+    output_of(amended, *re.search("say so by: (.*)", python(amended, *update, code=2))[1].split())
+    assert "scripts/test.sh" in python(amended, *update) and (amended / "lib/core/more.py").exists()
+    assert (amended / "lib/arch/mine.py").exists(), "what is not the template's stays"
     change(template, "train.py", "a model: the whole", "no model: the whole")
     commit(template)
+    squashed = output_of(mine, "git", "log", "-1", "--format=%B", "template")  # as a web site merges
+    output_of(mine, "git", "reset", "--quiet", "--soft", "HEAD^")
+    output_of(mine, "git", "commit", "--quiet", "--message", squashed)
     assert "solve the conflicts" in python(mine, *update[:2], f"file://{template}", code=1)
-    assert "<<<<<<< HEAD" in (mine / "train.py").read_text()
+    assert "<<<<<<< HEAD" in (mine / "train.py").read_text() and (mine / "lib/arch/own.py").exists()
+    assert "a merge is not finished" in python(mine, *update, code=2)
     for source, reason in ((str(tmp_path), "no folder or Git URL of the template"), (str(mine), "not the template")):
         assert reason in python(clone, "scripts/new.py", "update", source, code=2)
     assert "no .template.json here" in python(template, *update, code=2)
