@@ -19,6 +19,7 @@ from lib.utils.errors import UsageError
 from lib.utils.monitoring import console, metrics
 
 log = logging.getLogger(__name__)
+OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # no figure uses their states
 MOST_CLASSES = 1000  # of which answers are counted
 SHOWN = 10  # classes in a line of the log
 
@@ -45,13 +46,14 @@ def evaluate(trainer: Trainer) -> str:
         log.warning(text, path, theirs, mine)
     trainer.is_loaded = True
     trainer.make_engine()
-    kind, methods = type(trainer), ("evaluate", "evaluation_step")  # which may use others' weights, as a teacher's
+    kind, methods = type(trainer), ("evaluate", "evaluation_step", "compute_metrics", "count_targets")
     is_own = any(getattr(kind, name) is not getattr(Trainer, name) for name in methods)
     of_base = trainer.of_base.keys() | replicas.MADE_LATER
     used = {name: one for name, one in vars(trainer).items() if is_own and name not in of_base}
-    for name, one in {"loss": trainer.loss, **used}.items():
-        values = [*one.parameters()] if isinstance(one, nn.Module) else tree_leaves(one)
-        if any(isinstance(value, Tensor) for value in values):
+    for name, one in {"loss": trainer.loss, **used}.items():  # such methods may use others' weights, as a teacher's
+        values = [*one.state_dict().values()] if isinstance(one, nn.Module) else tree_leaves(one)
+        has_state = hasattr(one, "load_state_dict") and not isinstance(one, (nn.Module, *OF_TRAINING))
+        if has_state or any(isinstance(value, Tensor) for value in values):
             text = "trainer.%s is not in a weights file, and as the start makes it: so are figures that use it"
             log.warning(text, name)
     answers, figures, confusion = Answers(trainer), {}, {}

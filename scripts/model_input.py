@@ -29,6 +29,11 @@ class Named(nn.Module):
         return self.model(**{self.name: inputs})
 
 
+def outputs_of(answer: Any) -> Any:
+    """Return the outputs in what a model returned, as in training, None if there are none."""
+    return loss.split_output(answer._asdict() if hasattr(type(answer), "_asdict") else answer)[0]
+
+
 def training_samples(args: Namespace) -> Any:
     """Return the training samples of a run. Raises UsageError or OSError, as for data that is not there."""
     dataset = plugins.mixed(plugins.load("dataset", args.dataset), args.data)
@@ -57,7 +62,7 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
     names = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     if inputs is None and is_first(model):
         if more := other_inputs(model, names, args):
-            warnings.warn(f"-arch {args.arch} also gets {' and '.join(more)} in training, and here not", stacklevel=3)
+            warnings.warn(f"-arch {args.arch} also gets {' and '.join(more)} in training, and here not", stacklevel=4)
     elif inputs is None:
         try:
             inputs = first_inputs(model, training_samples(args), args)

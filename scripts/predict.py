@@ -11,12 +11,14 @@ import argparse
 import csv
 import io
 import json
+import math
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -53,14 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     form = args.format or (ending if ending in FORMATS else "table")
     try:
         check_device(args.device)
-        model = load(args.run, args.device, args.source)
-        config_of_run = flags_of(args.run)
+        network, config_of_run = load_model(args.run, args.device, args.source), flags_of(args.run)
+        model = predictor(network, args.run, args.device)
         transform = plugins.load("dataset", config_of_run.dataset).get_transform(config_of_run)
         rows = list(answers(transform, model, [*files(args.files), *args.text]))
         if not rows:
             raise UsageError("nothing to predict: name images, text files or folders of images, or give -text")
         text = FORMATS[form](rows, config_of_run.loss == "cross_entropy")
-        note = note_on_probabilities(config_of_run)
+        note = note_on_probabilities(network, config_of_run)
         if args.o:
             atomic.write_file(args.o, text)
     except (UsageError, OSError) as error:
@@ -95,7 +97,9 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
     arch = plugins.load("arch", args.arch)
     model = parallel.build(arch, args).eval().requires_grad_(False)  # seeded, as for the training
-    weights.load_into(str(file), model, whole=True)
+    _, _, others = weights.load_into(str(file), model, whole=True).partition("not used: ")
+    if others:
+        raise UsageError(f"{file}: -arch {args.arch} is another model than the run's: it has no {others}")
     return model.to(device)
 
 
@@ -112,25 +116,35 @@ def load(
     `forward` gets the input; a warning names another one that the training gives, too. Raises UsageError if the model
     needs more than one.
     """
+    return predictor(load_model(run, device, source), run, device)
+
+
+def predictor(model: nn.Module, run: str | Path, device: str | torch.device) -> Callable[[list], list[dict]]:
+    """Return what `load` returns, of a model of `load_model`."""
     args = flags_of(run)
     names = yaml.safe_load((Path(run) / "config.yaml").read_text())["about"].get("classes", [])
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
-    model, transform = model_input.with_one_input(load_model(run, device, source), args), dataset.get_transform(args)
+    model, transform = model_input.with_one_input(model, args), dataset.get_transform(args)
     precision = parallel.autocast(args, torch.device(device))
 
     @torch.no_grad()
     def predict(inputs: list) -> list[dict[str, float]]:
         if not inputs:
             return []
-        rows = [one if isinstance(one, Tensor) else transform(one) for one in inputs]
+        rows = [one if isinstance(one, Tensor) else tensor_of(transform(one)) for one in inputs]
         alike = len({row.shape for row in rows}) == 1
         answers = []
         for batch in [torch.stack(rows)] if alike else [row[None] for row in rows]:  # texts have their own lengths
-            with precision:
-                answer = model(batch.to(device))
-            outputs = one_row_each(loss.split_output(answer)[0], len(batch), args)
+            try:
+                with precision:
+                    answer = model(batch.to(device))
+            except (RuntimeError, TypeError, ValueError, LookupError) as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                given = f"{batch.dtype} {tuple(batch.shape)}, of get_transform"
+                raise UsageError(f"-arch {args.arch} takes no inputs of {given} ({reason})") from error
+            outputs = one_row_each(model_input.outputs_of(answer), len(batch), args)
             answers += (outputs.softmax(1) if args.loss == "cross_entropy" else outputs).tolist()
         shown = [*names, *map(str, range(len(names), len(answers[0])))]
         keys = [f"{name} ({n})" if shown.count(name) > 1 else name for n, name in enumerate(shown)]
@@ -139,13 +153,23 @@ def load(
     return predict
 
 
-def note_on_probabilities(args: Namespace) -> str:
-    """Return what the probabilities are, if the trainer may have trained with another loss than `args.loss`."""
+def tensor_of(made: Any) -> Tensor:
+    """Return what get_transform gave. Raises UsageError unless it is a tensor."""
+    if not isinstance(made, Tensor):
+        raise UsageError(f"get_transform returns a {type(made).__name__}, and no tensor")
+    return made
+
+
+def note_on_probabilities(model: nn.Module, args: Namespace) -> str:
+    """Return what the probabilities are, if the run may have been trained with another loss than `args.loss`."""
     own = plugins.load("trainer", args.trainer).Trainer
-    if args.loss != "cross_entropy" or own.training_step is trainer.Trainer.training_step:
+    is_own = own.training_step is not trainer.Trainer.training_step
+    gets_targets = {*loss.signature(type(model).forward).parameters} & {*loss.TARGETS}
+    if args.loss != "cross_entropy" or not (is_own or gets_targets):
         return ""
+    who = f"-trainer {args.trainer} has" if is_own else f"-arch {args.arch} gets targets, and may have"
     what = "probabilities are the softmax of the outputs"
-    return f"{what}; -trainer {args.trainer} has a loss of its own, for which outputs may mean something else"
+    return f"{what}; {who} a loss of its own, for which outputs may mean something else"
 
 
 def one_row_each(outputs: Tensor | None, samples: int, args: Namespace) -> Tensor:
@@ -215,7 +239,10 @@ def answers(transform: Callable, model: Callable, inputs: list[Path | str]) -> I
         good = [row for row in rows if not row.fault]
         seeding.seed(seeding.EVALUATION, 0)  # the same answer each time, of models that draw, too
         for row, values in zip(good, model(tensors) if tensors else []):
-            row.values = values
+            if all(map(math.isfinite, values.values())):
+                row.values = values
+            else:
+                row.fault = "the model's outputs are not finite"
         yield from rows
 
 
@@ -225,11 +252,11 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
         raise UsageError("no such file")
     try:
         if is_image(one):
-            return photos.read(one, transform)
+            return tensor_of(photos.read(one, transform))
         text = one.read_bytes() if isinstance(one, Path) else one
         if not text:
             raise UsageError("an empty text has no next byte")
-        return transform(text)
+        return tensor_of(transform(text))
     except (AttributeError, TypeError) as error:
         if isinstance(one, Path) and not is_image(one):
             endings = " ".join(IMG_EXTENSIONS)
@@ -272,13 +299,17 @@ def to_json(rows: list[Row], classifier: bool) -> str:
 def records(rows: list[Row], classifier: bool) -> list[dict]:
     """A dict for each input: of a classifier its class and the probability of that, before those of all classes.
 
-    If some inputs failed, there is an `error`, too. A class with the name of another column follows "class ".
+    If some inputs failed, there is an `error`, too. A class with the name of a column before it follows "class ".
     """
     columns = ["file", *(["error"] if any(row.fault for row in rows) else [])]
     columns += ["class", "probability"] if classifier else []
     made = []
     for row in rows:
-        names = [*columns, *(f"class {name}" if name in columns else name for name in row.values)]
+        names = [*columns]
+        for name in row.values:
+            while name in names:
+                name = f"class {name}"
+            names.append(name)
         facts = {"file": row.name, "error": row.fault}
         if row.values and classifier:
             best = max(row.values, key=row.values.__getitem__)

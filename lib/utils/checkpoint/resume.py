@@ -174,7 +174,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     now, texts = config_to_save(args, plan), {}
     free = args.flag_rules.free | ({"epochs"} if args.steps else set())
-    for name in sorted({*before, *now} - free if past else {*before} & {*plan.data}):
+    for name in sorted({*before, *now} - free if past or args.eval else {*before} & {*plan.data}):
         if before.get(name) != now.get(name):
             flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
             texts[name] = f"{flag} was {before.get(name, 'unknown')!s:.99} and is {now.get(name, 'unknown')!s:.99}"
@@ -186,8 +186,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     if allowed & {"data", "samples"}:
         allowed |= facts
     if refused := ({*texts} & {*before} & {*now, *facts}) - allowed:
-        flags = sorted({"data" if name in facts else name for name in refused})
-        allow = " ".join(f"-allow_change {name}" for name in flags)
+        allow = " ".join(sorted({f"-allow_change {'data' if name in facts else name}" for name in refused}))
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
         hint = f"keep them (-cfg RUN/config.yaml has all), or add {allow}, or start from scratch with {scratch}"
         shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
