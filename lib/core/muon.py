@@ -18,8 +18,7 @@ class Muon(torch.optim.Muon):
         """Take one step, with the same bits sharded or not."""
         parameters = [(one, group) for group in self.param_groups for one in group["params"] if one.grad is not None]
         if not any(is_sharded(one) for one, _ in parameters):
-            super().step()
-            return
+            return super().step()
         for parameter, group in parameters:
             whole = nn.Parameter(parameter.full_tensor())
             whole.grad = parameter.grad.full_tensor()

@@ -137,9 +137,8 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
 
     def agree(number: int) -> None:
         highest, lowest = distributed.all_reduce_max([number, -number], world)
-        called = [int(one) for one in (-lowest, highest) if one >= 0]  # -1: the end of a pass
         if highest != -lowest:
-            raise UsageError(SKIPPED.format(names[called[0]]))
+            raise UsageError(SKIPPED.format(names[int(-lowest if lowest <= 0 else highest)]))  # -1: a pass's end
 
     for number, name in enumerate(names):
         model.get_submodule(name).register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)
@@ -148,8 +147,7 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
 
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
     """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else none."""
-    half = torch.float16 if args.fp16 else torch.bfloat16
-    return torch.autocast(device.type, half, enabled=bool(args.fp16 or args.bf16))
+    return torch.autocast(device.type, torch.float16 if args.fp16 else torch.bfloat16, bool(args.fp16 or args.bf16))
 
 
 def _configure_compiler(engine: str) -> None:

@@ -150,12 +150,11 @@ def run_task(args: Args, target: str) -> int:
 
 
 def rendezvous_address() -> tuple[str, int]:
-    """Return host and port of the rendezvous store, which torch opens in rank 0."""
+    """Return host and port of the rendezvous store, which torch opens in rank 0; jobs on one node have others."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
-    start = job + 97 * step + 997 * requeue.restart_count()  # so that jobs on one node have different ports
-    port = 10_000 + start % 20_000  # below those that the system hands out
+    port = 10_000 + (job + 97 * step + 997 * requeue.restart_count()) % 20_000  # below those of the system's choice
     os.environ["SLURM_JOB_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # Submitit's; the job may have more
     names = SlurmJobEnvironment().hostnames
     return environment.infiniband_name(names[0]) if len(names) > 1 else "127.0.0.1", port

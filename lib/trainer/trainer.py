@@ -537,8 +537,7 @@ class Trainer:
         """
         finished = self.is_done() and figures is not None
         if finished:
-            last = {"train": metrics.means(self.metrics.reduce())}  # by log_scalar, since the last line
-            for split, values in {**last, **(figures or {})}.items():
+            for split, values in {"train": metrics.means(self.metrics.reduce()), **(figures or {})}.items():
                 self.logger.log_evaluation(self.state, split, values)
             self.checks.run()  # a subclass may have changed them since the last save
             final = self.whole_weights(self.world.is_writer)

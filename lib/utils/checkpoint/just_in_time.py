@@ -1,7 +1,8 @@
-"""Saves the last whole step when another process is lost (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
+"""Saves the last whole step when a process is lost (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 
-An exchange with a lost process fails before any optimizer runs. So each process that is left has the weights and the
-state of its last whole step, and may be one step behind another. A fork may delete this file and its calls.
+An exchange with a lost process fails before any optimizer runs. So each process that is left, or the only one that an
+error ends, has the weights and the state of its last whole step, and may be one step behind another. A fork may
+delete this file and its calls.
 """
 
 import contextlib
@@ -18,19 +19,20 @@ from lib.utils import watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.manager import Checkpoints
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 
 
 @contextlib.contextmanager
 def saving(trainer: Any) -> Iterator[None]:
-    """Save the trainer's last whole step if another process is lost in the block, unless one of those left has."""
+    """Save the trainer's last whole step if a process is lost in the block, unless one of those left has."""
     try:
         yield
     except Exception as error:
-        if trainer.world.size > 1 and trainer.is_whole and trainer.checks.steps and run_folder.is_lost_peer(error):
-            watchdog.begin("saving the last whole step, as another process is lost")
+        is_lost = run_folder.is_lost_peer(error) if trainer.world.size > 1 else not isinstance(error, UsageError)
+        if is_lost and trainer.is_whole and trainer.checks.steps:
+            watchdog.begin("saving the last whole step, as a process is lost")
             try:
                 save(trainer)
             except Exception as fault:  # noqa: BLE001  # the first error is the cause
@@ -47,11 +49,14 @@ def save(trainer: Any) -> None:
     """Publish the last whole step, unless another rank has done so. Raises OSError or RuntimeError if it cannot."""
     if not has_whole_state(trainer):
         raise RuntimeError("each rank has all of it only on the CPU, without FSDP, and not with -deterministic no")
-    disconnect()
     if trainer.checks.changed or trainer.engine.buffers.others:
         raise RuntimeError("a pass changes more than running statistics, as a counter, a queue or a teacher")
     trainer.engine.buffers.restore()
     trainer.read_losses()
+    if trainer.world.size > 1:
+        disconnect()
+    elif trainer.state.bad_row or trainer.weights_fault():
+        return  # which may be what ended it
     # What else each process has counted since the last log line is lost in part: that line has null for it.
     trainer.state.unlogged = {**trainer.loss_sums.pending(), **{name: [math.nan] for name in trainer.metrics.terms}}
     saves, step = trainer.checkpoints, trainer.state.step
@@ -80,5 +85,7 @@ def disconnect() -> None:
     for entry in [*Path("/dev/fd").iterdir()]:
         # OSError: not a socket, or not connected.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(*LISTENS):
+            if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 one.shutdown(socket.SHUT_RDWR)

@@ -127,7 +127,7 @@ class Checkpoints:
     def _sweep(self) -> int:
         """Remove what kills left in the run's folder, and sync it. Return the number of the newest checkpoint."""
         run = self.folder.parent
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # no parents: a plugin may have changed the working directory
         for folder in (self.folder, run, run / "best", run / "final"):
             atomic.sweep(folder)
         atomic.fsync(run)

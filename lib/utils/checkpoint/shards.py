@@ -85,8 +85,7 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | Non
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write whole tensors on the CPU to a new file that other readers of safetensors take, with their checksums."""
-    metadata = {"format": "pt", CHECKSUMS: json.dumps(checksums(tensors))}  # Transformers asks for "format"
-    write(path, tensors, metadata)
+    write(path, tensors, {"format": "pt", CHECKSUMS: json.dumps(checksums(tensors))})  # Transformers wants "format"
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

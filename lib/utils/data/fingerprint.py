@@ -93,8 +93,7 @@ def _digest(value: Any, data: str, depth: int = 9) -> str:
         whole = value.detach().cpu().to_dense().resolve_conj().clone(memory_format=torch.contiguous_format)
         content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping | list | tuple | Tensor) or str(getattr(value, "dtype", "")) == "object":
-        parts = value.items() if isinstance(value, Mapping) else value  # a tensor's, of those that are nested
-        content = [_digest(one, data, depth - 1) for one in parts]
+        content = [_digest(one, data, depth - 1) for one in (value.items() if isinstance(value, Mapping) else value)]
     elif hasattr(value, "tobytes"):  # an array, or an image of Pillow
         about = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
         content = *map(str, about), value.tobytes()

@@ -267,7 +267,7 @@ def test_a_checkpoint_without_the_newest_field_of_the_state_is_resumed(truth, tm
     assert "resuming from" in log_of(folder) and "step 7" in log_of(folder)
 
 
-def test_a_single_process_has_no_other_to_lose(truth, tmp_path, monkeypatch):
+def test_an_error_costs_a_single_process_no_step(truth, tmp_path, monkeypatch):
     def reach(self, place):
         if (place, self.state.step) == ("pass", 7):
             raise ConnectionResetError("of a data set's server")
@@ -275,4 +275,4 @@ def test_a_single_process_has_no_other_to_lose(truth, tmp_path, monkeypatch):
     monkeypatch.setattr(Deadly, "reach", reach)
     with pytest.raises(ConnectionResetError):
         run(tmp_path, f"{FLAGS} -cpu 1")
-    assert steps(tmp_path / "few_norm_net")[0] == 6
+    assert steps(tmp_path / "few_norm_net")[0] == 7
