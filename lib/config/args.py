@@ -18,7 +18,6 @@ from lib.utils.errors import UsageError, load_optional, no_exit
 
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
 EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"), ("epochs", "steps"), ("resume", "weights"))
-CFG_BYTES = 1 << 22  # of a -cfg file
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 
 
@@ -82,7 +81,7 @@ def last_value(flag: str, argv: list[str]) -> str:
 def read_cfg(path: str) -> dict[str, list[str]]:
     """Return the values of each flag in a YAML file, as text, without the key `about`, which is for people."""
     try:
-        text = files.read_bytes(Path(types.path(path)), most=CFG_BYTES, follow=True).decode()
+        text = files.read_bytes(Path(types.path(path)), most=1 << 22, follow=True).decode()
         entries = yaml.load(text, yaml.BaseLoader)
     except (OSError, ValueError, argparse.ArgumentTypeError, yaml.YAMLError) as error:
         raise UsageError(f"-cfg {path!r}: cannot be read ({' '.join(str(error).split())})") from None

@@ -18,7 +18,8 @@ class Muon(torch.optim.Muon):
         """Take one step, with the same bits sharded or not."""
         parameters = [(one, group) for group in self.param_groups for one in group["params"] if one.grad is not None]
         if not any(is_sharded(one) for one, _ in parameters):
-            return super().step()
+            super().step()
+            return
         for parameter, group in parameters:
             whole = nn.Parameter(parameter.full_tensor())
             whole.grad = parameter.grad.full_tensor()
