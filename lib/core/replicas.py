@@ -32,7 +32,7 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
 FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved scaler state stop".split()}
-MADE_LATER = {"all_optimizers", "checks", "engine", "measured", "micro_batch", "trained"}  # by the trainer itself
+MADE_LATER = {*"all_optimizers checks engine has_stepped measured micro_batch trained".split()}  # by the trainer
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"

@@ -148,7 +148,7 @@ class Trainer:
         self.engine = module.Engine([*parts.modules.values()], self.world, self.args)
         self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
         for optimizer in self.all_optimizers:
-            optimizer.register_step_pre_hook(lambda *_: vars(self).update(is_whole=False))
+            optimizer.register_step_pre_hook(lambda *_: vars(self).update(is_whole=False, has_stepped=True))
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -206,14 +206,14 @@ class Trainer:
         self.rescale_gradients(figures[:, 1].sum(), micro_batch)
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)  # alike on all ranks
         self.set_learning_rate()
-        self.is_unscaled = not self.scaler.is_enabled()
+        self.is_whole, self.has_stepped, self.is_unscaled = False, False, not self.scaler.is_enabled()
         norm = self.optimizer_step()
         norm = norm.full_tensor() if shards.is_sharded(norm) else norm
         if not self.is_unscaled:
             raise UsageError("-fp16: optimizer_step must call clip_gradients(), which takes the scaler's factor out")
         if not isinstance(norm, Tensor) or norm.ndim:
             raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
-        if self.is_whole and self.checks.steps < 4 and math.isfinite(norm):
+        if not self.has_stepped and self.checks.steps < 4 and math.isfinite(norm):
             log.warning("optimizer_step lets no optimizer step; gradients of several do not add up: see -batch_size")
         self.pending_norms.append(norm)
         self.state.step += 1

@@ -89,9 +89,6 @@ def test_after_starts_that_are_killed_during_their_cleanup_a_later_start_complet
         assert not case.wrong_after(cut, folder)
 
 
-# Single files and folders
-
-
 def test_two_simultaneous_writers_of_a_file_do_not_mix_their_content(tmp_path):
     path = tmp_path / "state"
     with atomic.new_version(path) as partial:

@@ -191,9 +191,6 @@ def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-# Randomness
-
-
 def draw(index):
     """A sample that is drawn from every random generator."""
     return index, random.random(), np.random.random(), torch.rand(()).double(), random.getrandbits(40)
