@@ -286,6 +286,8 @@ class Follower:
                 return self.pass_over(name, error)
             lacking = [path for path in opened if self.entries.get(path, {}).get("crc32") != sums[path]]
             new = {path: self.place.upload(path, opened[path]) for path in lacking}
+            if (entry := new.get(f"checkpoints/{name}/manifest.json")) is not None:
+                entry["saved"] = os.fstat(opened[f"checkpoints/{name}/manifest.json"].fileno()).st_mtime
             if bad := [path for path in new if new[path]["crc32"] != sums[path]]:
                 return self.pass_over(name, f"{bad[0]} has another checksum")
             # These after the checkpoint's: what a resume from it needs of them was written before it.
@@ -319,13 +321,21 @@ class Follower:
     def kept(self, names: set[str]) -> set[str]:
         """Return the checkpoints that stay there: -keep_last of them, and those with a file `keep`, here or there.
 
-        Under -keep_hours also all that are on disk.
+        Under -keep_hours also all that are on disk, and by the same rule those that an earlier node had on its own.
         """
         spared = {name for name in names if f"checkpoints/{name}/keep" in self.entries or self.key(name)[1]}
+        others = sorted(names, key=run_folder.checkpoint_number, reverse=True)
         if self.keep_hours:
             spared |= {name for name in names if (self.folder / "checkpoints" / name).exists()}
-        others = sorted(names - spared, key=run_folder.checkpoint_number, reverse=True)
+            first_of_hour = {self.saved_at(name) // 3600: name for name in others}  # the oldest come last
+            least = time.time() // 3600 - self.keep_hours
+            spared |= {name for hour, name in first_of_hour.items() if hour > least}
+        others = [name for name in others if name not in spared]
         return spared | {*others[: self.keep_last]}
+
+    def saved_at(self, name: str) -> float:
+        """Return when a checkpoint that is there was saved, in seconds of the clock; 0 if that is not known."""
+        return self.entries.get(f"checkpoints/{name}/manifest.json", {}).get("saved", 0.0)
 
     def open_checkpoint(self, name: str, stack: contextlib.ExitStack) -> tuple[dict[str, IO[bytes]], dict[str, int]]:
         """Open all files of a checkpoint at once, as it may be removed. Return them and their CRC-32, by path."""
@@ -510,6 +520,8 @@ def fetch(place: Place, folder: Path, run: str, *, above: int, most: int | None 
             atomic.remove_folder(place_of / name)
         place.moved()
         atomic.publish(place_of / f"{name}.partial", place_of / name)
+        if saved := entries[f"checkpoints/{name}/manifest.json"].get("saved"):  # by which -keep_hours goes
+            os.utime(place_of / name, (saved, saved))
     return lines
 
 

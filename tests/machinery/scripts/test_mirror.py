@@ -105,9 +105,13 @@ def test_a_newer_start_loses_nothing_at_whatever_instant_it_claims_the_place(cop
 
 def test_what_the_disk_keeps_by_the_hour_is_kept_there_too(copy):
     follower = mirror.Follower(copy, mirror.Place("memory://hours", copy.name), "run")
-    follower.keep_last, follower.keep_hours = 1, 1
+    follower.keep_last, follower.keep_hours = 1, 2
     follower.sync_all()
-    assert mirror.checkpoints(follower.entries) == saves.names(copy) != saves.names(copy)[:1]
+    names = saves.names(copy)
+    assert mirror.checkpoints(follower.entries) == names != names[:1]
+    shutil.rmtree(copy / "checkpoints" / names[-1])  # as on a new node
+    follower.publish(follower.entries)
+    assert names[-1] in mirror.checkpoints(follower.entries), "the first of its hour"
 
 
 def test_a_url_is_refused_before_anything_is_written():
