@@ -20,6 +20,7 @@ from lib.utils.monitoring import console, metrics
 
 log = logging.getLogger(__name__)
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # no figure uses their states
+OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)  # losses of outputs that are scores of classes
 MOST_CLASSES = 1000  # of which answers are counted
 SHOWN = 10  # classes in a line of the log
 
@@ -83,19 +84,21 @@ class Answers:
     """How many samples of each class get which answer, in the evaluations of a trainer, on this rank."""
 
     def __init__(self, trainer: Trainer):
-        self.trainer, self.counts, self.is_padding = trainer, None, False
+        self.trainer, self.counts, self.is_due = trainer, None, False
         self.evaluation_step, self.compute_metrics = trainer.evaluation_step, trainer.compute_metrics
         trainer.evaluation_step, trainer.compute_metrics = self.note, self.count
 
     def note(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Any]:
         """Do what `evaluation_step` does."""
-        self.is_padding = not isinstance(count, Tensor) and count == 0
+        self.is_due = isinstance(count, Tensor) or count > 0  # not of padding, and once a batch
         return self.evaluation_step(model, batch, count)
 
     def count(self, outputs: Any, targets: Any) -> dict[str, Any]:
         """Do what `compute_metrics` does, and count the answers if they are of one class each."""
         are_classes = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and not targets.is_floating_point()
-        if are_classes and not self.is_padding and outputs.ndim == 2 and outputs.shape[:1] == targets.shape:
+        are_scores = isinstance(self.trainer.loss, OF_CLASSES) and self.is_due
+        self.is_due = False
+        if are_classes and are_scores and outputs.ndim == 2 and outputs.shape[:1] == targets.shape:
             classes, targets = outputs.shape[1], targets.long()
             if 1 < classes <= MOST_CLASSES:
                 ignored = getattr(self.trainer.loss, "ignore_index", -100)

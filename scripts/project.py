@@ -311,12 +311,15 @@ class Project:
 
     def adapt(self, file: str, content: bytes) -> bytes:
         """Return a file's content in the project. The licence stays as it is: its terms say so."""
-        if file == "LICENSE" or b"\0" in content:
+        if b"\0" in content:
+            return content
+        content = content.replace(b"\r\n", b"\n")  # as core.autocrlf checks it out
+        if file == "LICENSE":
             return content
         if file == "README.md":
             text = README.replace("NAME", self.name).replace("OLD", self.old.capitalize())
             return re.sub(r"\n{3,}", "\n\n", self.items_of_project(text, file)).encode()
-        text = content.decode().replace("\r\n", "\n")  # as core.autocrlf checks it out
+        text = content.decode()
         if file == "pyproject.toml":
             text = self.trim_settings(text)
         elif file == "requirements.lock":

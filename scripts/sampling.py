@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -98,14 +99,14 @@ class Mixture(ConcatDataset):
             self.fingerprint = " ".join(map(str, marks))
 
     def losses_by_part(self, loss: nn.Module, done: Any, indices: list[int]) -> dict[str, Ratio]:
-        """Return the loss of each part's samples in a pass, under loss_NAME; nothing where it is not known.
+        """Return the loss of each part's samples in a pass, under NAME_loss; nothing where it is not known.
 
         It is known for a -loss of ours or of torch on outputs and targets with a row for each sample, in the order of
         `indices`. `done` is of loss.forward.
         """
         outputs, targets = done.outputs, done.targets
         is_stateless = type(loss) is losses.CrossEntropy or type(loss).__module__.startswith("torch.nn.")
-        if not is_stateless or option(self, "collate_fn") or not isinstance(outputs, Tensor):
+        if done.is_own or not is_stateless or option(self, "collate_fn") or not isinstance(outputs, Tensor):
             return {}
         if not (isinstance(targets, Tensor) and len(outputs) == len(targets) == len(indices)):
             return {}
@@ -115,7 +116,7 @@ class Mixture(ConcatDataset):
             rows = (part_of == number).nonzero()[:, 0].to(outputs.device)
             part = outputs.detach()[rows], targets[rows]
             count = losses.count_targets(loss, part, len(rows))
-            found[f"loss_{self.names[number]}"] = Ratio(loss(*part) * count, count)
+            found[re.sub(r"\W", "_", f"{self.names[number]}_loss")] = Ratio(loss(*part) * count, count)
         return found
 
     def prefetch_samples(self, indices: list[int]) -> None:

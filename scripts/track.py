@@ -9,6 +9,8 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import functools
+import http.client
 import json
 import logging
 import math
@@ -22,7 +24,7 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,37 +69,56 @@ def main() -> int:
         os.nice(10)
         for number in STOP_SIGNALS:  # Slurm sends them to all processes of a job
             signal.signal(number, signal.SIG_IGN)
+    kinds = {args.tracker: BY_NAME[args.tracker], **({"kubeflow": Kubeflow} if Kubeflow.URL in os.environ else {})}
     try:
-        kinds = {BY_NAME[args.tracker], *([Kubeflow] if Kubeflow.URL in os.environ else [])}
-        follow(args.run, kinds, args.parent)
+        return 0 if follow(args.run, kinds, args.parent) else 1
     except Exception as error:
-        text = re.sub(r"//[^/\s]*@", "//", f"{error}")[:300]  # an address may contain a password
-        more = "; training continues" if args.parent else ""
-        log.warning("-track: nothing more is sent to %s (%s)%s", args.tracker, text, more)
+        say_why(args.tracker, error, args.parent)
         return 1
-    return 0
 
 
-def follow(folder: Path, trackers: Collection[type], parent: int | None):
-    """Send new lines until stdin says how the run ended; without a process of the run, send the existing lines."""
+def say_why(tracker: str, error: Exception, parent: int | None) -> None:
+    """Log why nothing more is sent."""
+    text = re.sub(r"//[^/\s]*@", "//", f"{error}")[:300]  # an address may contain a password
+    more = "; training continues" if parent else ""
+    log.warning("-track: nothing more is sent to %s (%s)%s", tracker, text, more)
+
+
+def follow(folder: Path, kinds: dict[str, type], parent: int | None) -> bool:
+    """Send new lines until stdin says how the run ended; without a process of the run, send the existing lines.
+
+    A tracker that fails is left out from then on. Returns whether none has failed.
+    """
     text, end = "", "" if parent else run_folder.read_json(folder / "outcome.json").get("state", "stopped")
+    runs: dict[str, Any] = {}
+
+    def attempt(name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            say_why(name, error, parent)
+            runs.pop(name, None)
+
     with files.open_regular(folder / "metrics.jsonl", "r+") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # an earlier start may still be sending
-        runs = [tracker(folder) for tracker in trackers]
-        while True:
+        for name, kind in kinds.items():
+            if made := attempt(name, functools.partial(kind, folder)):
+                runs[name] = made
+        while runs:
             if not end and select.select([sys.stdin], [], [], INTERVAL_S)[0]:
                 end = os.read(0, 99).decode()
             if not end and os.getppid() != parent:
                 os._exit(1)  # the run was killed: its next start sends the rest
             *lines, text = (text + file.read()).split("\n")  # the last line may be incomplete
-            for run in runs:
+            for name, run in [*runs.items()]:
                 new = [(line["step"], new_figures(line, run.sent)) for line in map(parse, lines) if line]
-                run.send([(step, figures) for step, figures in new if figures])
+                attempt(name, functools.partial(run.send, [(step, figures) for step, figures in new if figures]))
             if end:
                 break
-        for run in runs:
-            run.close(end == "finished")
+        for name, run in [*runs.items()]:
+            attempt(name, functools.partial(run.close, end == "finished"))
+    return {*runs} == {*kinds}
 
 
 def flags_of(folder: Path) -> dict[str, Any]:
@@ -227,16 +248,20 @@ class Kubeflow:
             context = ssl.create_default_context(cafile=os.environ[self.CA])
             urllib.request.urlopen(request, timeout=self.TIMEOUT_S, context=context).close()
             self.is_due = False
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, http.client.HTTPException) as error:
             if self.said != (text := f"{type(error).__name__}: {error}"):
                 log.warning("-track: the status of the TrainJob cannot be set (%s); it is tried again", text)
                 self.said = text
         self.next = time.monotonic() + self.INTERVAL_S
 
     def close(self, finished: bool) -> None:
-        """Set the status for the last time."""
+        """Set the status for the last time; try it again twice."""
         end = {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
-        self.post(**(end if finished else self.progress()))
+        self.is_due = True
+        for attempt in range(3):
+            if self.is_due:
+                time.sleep(self.INTERVAL_S if attempt else 0)
+                self.post(**(end if finished else self.progress()))
 
 
 BY_NAME = {"wandb": Wandb, "mlflow": Mlflow, "kubeflow": Kubeflow}

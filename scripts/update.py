@@ -69,6 +69,8 @@ def newest_version() -> str:
     known = ("HEAD", f"--branches={BRANCH[:-1]}[{BRANCH[-1]}]", f"--remotes=*/{BRANCH}")  # a name alone is no pattern
     wanted = (f"--grep=^{MARK}$", f"--committer=<{COMMITTER}>")  # both
     found = git(ROOT, "rev-list", "--topo-order", "--max-count=1", *wanted, *known)
+    # What an older new.py committed may have another committer; nobody else moves the branch.
+    found = found or git(ROOT, "rev-list", "--max-count=1", wanted[0], known[1])
     if not found:
         raise ValueError(f"no version of the template in this repository: git fetch origin {BRANCH}:{BRANCH}")
     return found
@@ -79,7 +81,9 @@ def find_template(source: str, place: Path) -> Path:
     folder = Path(source).resolve()
     if not (folder / "train.py").is_file():
         folder = place / "template"
-        run = run_git(place, "-c", "core.autocrlf=false", "clone", "--quiet", "--depth=1", "--", source, str(folder))
+        run = run_git(
+            Path.cwd(), "-c", "core.autocrlf=false", "clone", "--quiet", "--depth=1", "--", source, str(folder)
+        )
         if run.returncode:
             raise ValueError(f"{source}: no folder or Git URL of the template: {' '.join(run.stderr.split())}")
     if not (folder / "scripts" / "project.py").is_file():

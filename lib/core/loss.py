@@ -29,6 +29,7 @@ class ForwardResult:
     loss: Tensor
     targets: Any
     outputs: Tensor | None
+    is_own: bool = False  # whether the loss is the model's own
 
 
 def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
@@ -58,7 +59,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
-        return ForwardResult(exact, targets, outputs if are_answers else None)
+        return ForwardResult(exact, targets, outputs if are_answers else None, is_own=True)
     is_ours = isinstance(criterion, (CrossEntropy, *PAIRWISE))
     if outputs is None or targets is None or (is_ours and not isinstance(targets, Tensor)):
         found = f"the model returns a {type(answer).__name__} without a loss"

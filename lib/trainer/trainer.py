@@ -76,7 +76,7 @@ class Trainer:
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
             by_part = getattr(self.loaders["train"].dataset, "losses_by_part", lambda *_: {})  # of a mixture
-            found = by_part(self.loss, done, self.micro_batch.indices)
+            found = by_part(self.loss, done, self.micro_batch.indices)  # pyright: ignore[reportOptionalMemberAccess]
             for name, value in {**self.compute_metrics(done.outputs, done.targets), **found}.items():
                 self.log_scalar(name, value)
         return done.loss
@@ -191,7 +191,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
-        self.trained = optimizers.parameters_of(self.all_optimizers)
+        self.trained, self.micro_batch = optimizers.parameters_of(self.all_optimizers), None  # until a pass begins
         for parameter in self.trained:
             parameter.grad = None
         for micro_batch, batch in batches:
@@ -202,11 +202,11 @@ class Trainer:
             if micro_batch.last:
                 break
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
+        self.is_whole, self.has_stepped, self.is_unscaled = False, False, not self.scaler.is_enabled()
         self.pending_losses.append(figures)
         self.rescale_gradients(figures[:, 1].sum(), micro_batch)
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)  # alike on all ranks
         self.set_learning_rate()
-        self.is_whole, self.has_stepped, self.is_unscaled = False, False, not self.scaler.is_enabled()
         norm = self.optimizer_step()
         norm = norm.full_tensor() if shards.is_sharded(norm) else norm
         if not self.is_unscaled:

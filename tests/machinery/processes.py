@@ -29,8 +29,7 @@ CLEAN = {key: one for key, one in os.environ.items() if key not in LEFT_OUT and 
 
 
 def until(condition: Callable, limit: float = LIMIT, what: str | Callable = "", pause: float = 0.01):
-    """Wait until `condition()` is true and return its value. After the limit it fails with `what`, a text or
-    a function that returns one. All times in seconds."""
+    """Wait until `condition()` is true, some seconds at most, and return it. `what`: a text, or a function to one."""
     end = time.monotonic() + limit
     while not (value := condition()):
         assert time.monotonic() < end, f"waited {limit} s for {what() if callable(what) else what or condition}"
@@ -270,8 +269,7 @@ def fake_program(folder: Path, name: str, text: str):
 
 @pytest.fixture
 def serve():
-    """Start the server of -tb for a folder of runs. The process acts as the run: it prints "interrupted" at SIGINT,
-    and ends when its stdin is closed."""
+    """Start the server of -tb in a process that acts as the run: it prints "interrupted", and ends with its stdin."""
     started = []
 
     def start_server(runs: Path) -> subprocess.Popen:

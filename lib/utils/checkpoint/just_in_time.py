@@ -1,8 +1,8 @@
 """Saves the last whole step when a process is lost (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 
-An exchange with a lost process fails before any optimizer runs. So each process that is left, or the only one that an
-error ends, has the weights and the state of its last whole step, and may be one step behind another. A fork may
-delete this file and its calls.
+An exchange with a lost process fails before any optimizer runs. So each process that is left has the weights and the
+state of its last whole step, and may be one step behind another. So has a run's only process, if the data of the next
+step cannot be read. A fork may delete this file and its calls.
 """
 
 import contextlib
@@ -19,19 +19,18 @@ from lib.utils import watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.manager import Checkpoints
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def saving(trainer: Any) -> Iterator[None]:
-    """Save the trainer's last whole step if a process is lost in the block, unless one of those left has."""
+    """Save the trainer's last whole step if another process is lost in the block, unless one of those left has."""
     try:
         yield
     except Exception as error:
-        is_lost = run_folder.is_lost_peer(error) if trainer.world.size > 1 else not isinstance(error, UsageError)
-        if is_lost and trainer.is_whole and trainer.checks.steps:
+        is_between = trainer.is_whole and trainer.checks.steps > 0
+        if is_between and (run_folder.is_lost_peer(error) if trainer.world.size > 1 else trainer.micro_batch is None):
             watchdog.begin("saving the last whole step, as a process is lost")
             try:
                 save(trainer)
@@ -47,18 +46,19 @@ def has_whole_state(trainer: Any) -> bool:
 
 def save(trainer: Any) -> None:
     """Publish the last whole step, unless another rank has done so. Raises OSError or RuntimeError if it cannot."""
-    if not has_whole_state(trainer):
-        raise RuntimeError("each rank has all of it only on the CPU, without FSDP, and not with -deterministic no")
-    if trainer.checks.changed or trainer.engine.buffers.others:
-        raise RuntimeError("a pass changes more than running statistics, as a counter, a queue or a teacher")
+    if trainer.world.size > 1:
+        if not has_whole_state(trainer):
+            raise RuntimeError("each rank has it all only on the CPU, without FSDP, and not with -deterministic no")
+        disconnect()
+        if trainer.checks.changed or trainer.engine.buffers.others:
+            raise RuntimeError("a pass changes more than running statistics, as a counter, a queue or a teacher")
     trainer.engine.buffers.restore()
     trainer.read_losses()
-    if trainer.world.size > 1:
-        disconnect()
-    elif trainer.state.bad_row or trainer.weights_fault():
-        return  # which may be what ended it
-    # What else each process has counted since the last log line is lost in part: that line has null for it.
-    trainer.state.unlogged = {**trainer.loss_sums.pending(), **{name: [math.nan] for name in trainer.metrics.terms}}
+    if trainer.world.size == 1 and (trainer.state.bad_row or trainer.weights_fault()):
+        return
+    # What else each of several has counted since the last log line is lost in part: that line has null for it.
+    more = {key: [math.nan] for key in trainer.metrics.terms} if trainer.world.size > 1 else trainer.metrics.pending()
+    trainer.state.unlogged = {**trainer.loss_sums.pending(), **more}
     saves, step = trainer.checkpoints, trainer.state.step
     saves.thread.shutdown()  # it may be writing this rank's part of a save in flight
     best = saves.best

@@ -16,7 +16,6 @@ from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
-MAX_LINE = 1 << 20  # bytes, of metrics.jsonl
 LOWER_IS_BETTER = {*"loss nll bits mae mse rmse mape error errors perplexity ppl wer cer".split()}  # words
 COUNT = "\0count"  # after a metric's name: the sum of its counts
 
@@ -174,7 +173,7 @@ def truncate_lines(path: Path, samples: int) -> set[str]:
     end, names = 0, set()
     with files.open_regular(path, "a+b") as file:
         file.seek(0)
-        while line := file.readline(MAX_LINE):
+        while line := file.readline(1 << 20):
             with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
                 record = json.loads(line)
                 if record["samples"] <= samples and line.endswith(b"\n"):

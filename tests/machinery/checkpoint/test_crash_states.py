@@ -1,5 +1,4 @@
-"""A save of a real checkpoint is cut short at every file-system call. The newest readable checkpoint is the old or
-the new one, and the next start and the next save work."""
+"""A save that is cut short at any file-system call leaves the old or the new state; the next start and save work."""
 
 import contextlib
 import errno

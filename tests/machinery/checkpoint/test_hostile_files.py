@@ -173,8 +173,6 @@ def test_damaged_best_weights_are_named_by_all_who_read_them(damage, copy, finis
     assert outcome(copy)["best"] is None and outcome(finished_run)["best"]
 
 
-# Manifests whose checksum is right
-
 STATES = [None, [], "x", {"step": 3, "of another version": 1}]
 
 
@@ -220,8 +218,6 @@ def test_a_run_that_was_killed_before_its_first_save_goes_on_with_what_it_settle
     (copy / "start.json").write_text("{")
     assert "start.json does not hold what the run's first" in refused(f"{SMALL} -cpu 1", out=copy.parent)
 
-
-# What is shown
 
 LINES = [b"[]", b"5", b"null", b'{"step": "x"}', b'{"epoch": 1}', b"\xff\x00", b"{" * 10_000, b'{"step": 2, "a": []}']
 

@@ -16,6 +16,7 @@ from lib.trainer import ema, trainer
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder, shards
 from lib.utils.checkpoint.state import read_manifest
+from lib.utils.data.loader import Loader
 
 FLAGS = f"{SMALL} -trainer deadly -log_every 2 -eval_every 3steps -save_every 3steps"
 
@@ -273,12 +274,21 @@ def test_a_checkpoint_without_the_newest_field_of_the_state_is_resumed(truth, tm
     assert "resuming from" in log_of(folder) and "step 7" in log_of(folder)
 
 
-def test_an_error_costs_a_single_process_no_step(truth, tmp_path, monkeypatch):
+def test_only_data_that_cannot_be_read_cost_a_single_process_no_step(truth, tmp_path, monkeypatch):
     def reach(self, place):
         if (place, self.state.step) == ("pass", 7):
             raise ConnectionResetError("of a data set's server")
 
-    monkeypatch.setattr(Deadly, "reach", reach)
-    with pytest.raises(ConnectionResetError):
-        run(tmp_path, f"{FLAGS} -cpu 1")
-    assert steps(tmp_path / "few_norm_net")[0] == 7
+    def epoch(self, number, first=0):
+        for micro_batch, batch in real(self, number, first):
+            if self.shuffle and (number, micro_batch.step) == (1, 3):
+                raise ConnectionResetError("of a data set's server")
+            yield micro_batch, batch
+
+    real = Loader.epoch
+    for owner, name, fault, step in ((Deadly, "reach", reach, 6), (Loader, "epoch", epoch, 7)):
+        with monkeypatch.context() as patch, pytest.raises(ConnectionResetError):
+            patch.setattr(owner, name, fault)
+            run(tmp_path, f"{FLAGS} -cpu 1")
+        assert steps(tmp_path / "few_norm_net")[0] == step
+    assert same_tensors(weights(run(tmp_path, f"{FLAGS} -cpu 1")), weights(truth))

@@ -55,9 +55,6 @@ def without_padding(shares):
     return sorted((one for share in shares for one in share if one.count), key=lambda one: (one.step, one.number))
 
 
-# Steps, micro-batches, ranks
-
-
 @STEADY
 @given(plan=plans())
 @example(plan=Plan(150, 64, 8))
@@ -137,9 +134,6 @@ def test_the_default_micro_batch_fits_the_most_processes_or_is_the_first_starts(
     config = {"batch_size": 64, "batch_per_gpu": None, "micro_batch": before}
     plan = resume.plan(args, {"samples": 1000}, World(size=2, local_size=2), config if before else {})
     assert (plan.samples, plan.batch, plan.micro) == (1000, 64, micro)
-
-
-# Batches
 
 
 ROWS = Tensors(torch.arange(80).view(40, 2), torch.arange(40) % 3)

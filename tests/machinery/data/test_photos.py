@@ -132,9 +132,6 @@ def test_half_of_the_images_are_mirrored_and_all_are_normalized():
         assert "on_device takes (uint8 images, ...), not" in usage_error(Pixels((0.0,), (1.0,)), other, draws)
 
 
-# Folders
-
-
 def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_ending(tmp_path):
     tiny_data.make_folder(tmp_path)
     before = [label for _, label in dataset(tmp_path)["train"].files]
@@ -173,9 +170,6 @@ def test_a_class_that_only_looks_like_one_of_train_is_shown_by_what_differs(tmp_
     assert f"{str(tmp_path / 'val' / twin)!a} is not a class in train" in refusal(tmp_path)
     (tmp_path / "val" / twin).rename(tmp_path / "train" / twin)
     assert "differ only in spaces or Unicode form" in refusal(tmp_path) and ascii(twin) in refusal(tmp_path)
-
-
-# Disks that fail, and damaged files
 
 
 def failing(monkeypatch, number: int, times: int) -> None:

@@ -88,8 +88,14 @@ MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2 -train_
 def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, others, texts, tmp_path):
     folder = same_bits_everywhere(tmp_path, flags, (3, 2))
     assert distance(folder, run(tmp_path, f"{others} -model others -cpu 1"))
-    by_part = {"val_a/loss", "val_b/loss", "train/loss_a", "train/loss_b"}
+    by_part = {"val_a/loss", "val_b/loss", "train/a_loss", "train/b_loss"}
     assert flags != MIXED or by_part < set().union(*lines(folder))
+
+
+def test_balanced_classes_come_equally_often():
+    sampling.add_sampler(part := rare(None)["train"], parsed("-balance"))
+    _, times = part.tensors[1][fetch.draw_order(part, 0, 0) % len(part)].unique(return_counts=True)
+    assert {*times.tolist()} == {16, 17}, "50 samples of three classes, most of which are of class 0"
 
 
 @pytest.mark.parametrize("kind", ["tensors", "subset", "several", "attribute", "masks"])
@@ -170,7 +176,7 @@ def test_each_part_of_a_mixture_has_the_loss_of_its_samples():
     outputs, targets, rows = torch.randn(4, 3), torch.tensor([0, 2, -100, 1]), {"a": [0, 3], "b": [1, 2]}
     done = loss.ForwardResult(torch.zeros(()), targets, outputs)
     found = mixed.losses_by_part(criterion := torch.nn.CrossEntropyLoss(), done, [1, 5, 10, 6])  # 10 and 6 come again
-    wanted = {f"loss_{part}": criterion(outputs[of], targets[of]) for part, of in rows.items()}
+    wanted = {f"{part}_loss": criterion(outputs[of], targets[of]) for part, of in rows.items()}
     assert wanted == {name: total / count for name, (total, count) in found.items()}
     mixed.collate_fn = list  # which may have another order
     assert not mixed.losses_by_part(criterion, done, [1, 5, 10, 6])

@@ -1,5 +1,4 @@
-"""The cluster scripts on a machine without a cluster: fakes of `module`, uv, srun, sbatch and torchrun print their
-arguments."""
+"""The cluster scripts without a cluster: fakes of `module`, uv, srun, sbatch and torchrun print their arguments."""
 
 import os
 import socket

@@ -113,8 +113,7 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
 
 
 def pod(kind, command, image):
-    """A session that starts the command of a pod from the image's files, as process 1 of a namespace of its own, with
-    the variables of its operator."""
+    """A session with the command and variables of a pod, from the image's files, as process 1 of a namespace."""
     given = dict(f"PET_{one}".split("=") for one in GIVEN[kind].format(port=ports.free()).split())
     command = [*NAMESPACE, "--kill-child", *STARTS[kind]["command"], *command]
     return session(command, image / f"{kind}.log", cwd=image, env={**CLEAN, "OMP_NUM_THREADS": "1", **given})

@@ -1,5 +1,4 @@
-"""Nodes that torchrun started separately: without a shared disk each has the whole state and sends it to nodes that
-lost theirs; a launch has one id even if nodes have others; all nodes need the same flags."""
+"""Nodes that share no disk: each has the whole state, and sends it to others; one id of a launch, the same flags."""
 
 import os
 import shutil

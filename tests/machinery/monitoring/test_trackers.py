@@ -187,10 +187,12 @@ def test_a_trainjob_shows_progress_time_left_and_the_last_figures(start, tmp_pat
     threading.Thread(target=server.serve_forever, daemon=True).start()
     given = {"URL": f"https://127.0.0.1:{server.server_port}", "CA_CERT": str(pem), "TOKEN": str(token)}
     env = {f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in given.items()}
-    run = start("run", "-track", "kubeflow", "-log_every", 1, cpu=1, env=env)
+    (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError")
+    run = start("run", "-track", "mlflow", "-log_every", 1, cpu=1, env={**env, "PYTHONPATH": str(tmp_path)})
     assert run.wait() == 0
     server.shutdown()
-    assert "cannot be set (HTTPError: HTTP Error 503" in run.text() and has_no_key(run.folder)
+    assert "nothing more is sent to mlflow" in run.text() and has_no_key(run.folder)
+    assert "cannot be set (HTTPError: HTTP Error 503" in run.text()
     keys, known, sent = zip(*requests)
     assert keys == ("Bearer old", *[f"Bearer {SECRET}"] * (len(keys) - 1))
     assert all(one.trainer_status.to_dict().keys() == status.keys() for one, status in zip(known, sent))

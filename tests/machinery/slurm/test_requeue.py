@@ -216,8 +216,7 @@ def test_slurm_tasks_meet_at_the_steps_first_node_by_its_name_on_the_fast_networ
 
 
 def test_modules_that_may_receive_a_signal_early_are_imported_without_torch():
-    """A job's task, the requeue and the table of runs must handle a signal from the first moment. And checkpoints are
-    written without the tensors of FSDP, whose import takes long."""
+    """They handle a signal from the first moment; FSDP's import, which takes long, is needed by no checkpoint."""
     checkpoint = "lib.utils.checkpoint"
     for modules, avoided in (
         (f"lib.launch.slurm, scripts.slurm.requeue, {checkpoint}.run_folder, {checkpoint}.atomic", "torch"),

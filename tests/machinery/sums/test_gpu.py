@@ -1,7 +1,4 @@
-"""Tests that need a GPU (marked gpu), each in a process of its own: a process that has used CUDA cannot be forked.
-
-And tests with a fake card that computes nothing.
-"""
+"""Tests that need a GPU (marked gpu), each in its own process, as CUDA needs; tests with a card that does nothing."""
 
 import concurrent.futures
 import os

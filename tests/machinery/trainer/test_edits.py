@@ -273,8 +273,7 @@ def test_a_layer_that_merges_weights_in_evaluations_is_trained_after_them(tmp_pa
 
 
 class OwnRates(trainer.Trainer):
-    """Has an optimizer with a rate of its own, a group with another one, and groups that come later with a layer
-    that was frozen."""
+    """Has an optimizer and a group with own rates, and groups that come later with a layer that was frozen."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -611,8 +610,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Keeps(trainer.Trainer):
-    """Keeps values of many kinds, in its optimizer and schedule, too. Those of `steady`, and modes that each step
-    sets, are as they were."""
+    """Keeps values of many kinds, in its optimizer and schedule, too; `steady` and modes stay as they were."""
 
     def __init__(self, *parts):
         super().__init__(*parts)

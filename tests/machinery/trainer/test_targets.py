@@ -1,5 +1,4 @@
-"""Targets that a loss cannot take, in any batch, and batches that BatchNorm cannot train on: one line each. Class
-weights, and targets that are ignored."""
+"""Targets that no loss takes, and batches that no BatchNorm takes: one line each. Class weights, ignored targets."""
 
 import math
 import re

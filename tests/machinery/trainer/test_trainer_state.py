@@ -19,8 +19,7 @@ EMA = f"{SLOW} -trainer ema -ema_decay 0.5"
 
 
 class WithCritic(trainer.Trainer):
-    """Has a critic with an optimizer that starts late, modules and optimizers in a list and a dict, a scheduler,
-    buffers that each step replaces, an object with a state of its own, and references to parts of the model."""
+    """Has states of many kinds: late, in lists and dicts, a scheduler, replaced buffers, parts of the model."""
 
     def __init__(self, *parts):
         super().__init__(*parts)

@@ -31,3 +31,11 @@ def test_attention_does_not_reach_across_an_end_token():
     assert torch.allclose(model(torch.cat(parts, dim=1)), wanted, atol=1e-5)
     outside = config.parse_args([*SMALL, "-gpt_end_token", "17"])
     assert "-gpt_end_token 17: tokens are 0 to 16" in usage_error(gpt.get_model, outside)
+
+
+def test_rotary_positions_rotate_complex_numbers():
+    """Features i and i + half are a complex number times exp(i place speed), so products depend only on distances."""
+    x, speeds = torch.randn(2, 3, 10, 8), 10_000.0 ** -(torch.arange(4).double() / 4)
+    turned = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * torch.arange(10)[:, None] * speeds)
+    found = gpt.apply_rotary(x, *gpt.rotary_angles(10, 8))
+    assert torch.allclose(torch.cat((turned.real, turned.imag), -1).float(), found, atol=1e-6)
