@@ -311,7 +311,7 @@ def reason_of(error: BaseException) -> str:
 
 @torch.no_grad()
 def check(made: Exportable, program: Callable):
-    """Raise UsageError unless a program gives the model's outputs, for inputs of three sizes."""
+    """Raise UsageError unless a program gives the model's outputs, for inputs of four sizes."""
     hint = f": {FIXED}" if made.names else ""
     for count in BATCHES:
         values = random_inputs(made, count)
@@ -335,7 +335,7 @@ def check(made: Exportable, program: Callable):
 
 
 def random_inputs(made: Exportable, count: int) -> Tensor:
-    """Return `count` random inputs, the smaller the more, the most larger; of a fixed shape if the model has one."""
+    """Return `count` random inputs, the shorter the more there are, but twice as long for the last count."""
     shape = [*made.inputs.shape]
     for place in made.names:
         size = 2 * shape[place] if count == BATCHES[-1] else max(2, shape[place] // count)

@@ -101,14 +101,9 @@ def main() -> int:
 
 
 def create_plugin(kind: str, name: str) -> str:
-    """Write lib/KIND/NAME.py.
+    """Write lib/KIND/NAME.py, and return what to type next.
 
-    Returns:
-        What to type next.
-
-    Raises:
-        ValueError: Python could not import a file of this name.
-        FileExistsError: The file is there already.
+    Raises ValueError if Python could not import a file of this name, FileExistsError if it is there already.
     """
     if not name.isidentifier() or name.startswith("_"):
         raise ValueError(f"{name!r} is not a plugin's name: letters, digits and underscores, a letter first")

@@ -116,7 +116,9 @@ class Mixture(ConcatDataset):
             rows = (part_of == number).nonzero()[:, 0].to(outputs.device)
             part = outputs.detach()[rows], targets[rows]
             count = losses.count_targets(loss, part, len(rows))
-            found[re.sub(r"\W", "_", f"{self.names[number]}_loss")] = Ratio(loss(*part) * count, count)
+            mean = loss(*part)  # torch's is NaN where all are ignored
+            total = torch.where(torch.as_tensor(count, device=mean.device) > 0, mean * count, 0.0)
+            found[re.sub(r"\W", "_", f"{self.names[number]}_loss")] = Ratio(total, count)
         return found
 
     def prefetch_samples(self, indices: list[int]) -> None:

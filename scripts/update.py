@@ -16,40 +16,28 @@ CHOICES = ".template.json"  # the project's name, and the parts that were chosen
 BRANCH = "template"
 MARK = "Generated-by: scripts/new.py project"  # in the message of each commit of the branch
 COMMITTER = "template@localhost"  # of these commits: who amends, rebases or squashes one is another
-IDENTITY = {f"GIT_{who}_NAME": "template" for who in ("AUTHOR", "COMMITTER")}
-IDENTITY |= {f"GIT_{who}_EMAIL": COMMITTER for who in ("AUTHOR", "COMMITTER")}
-REWRITTEN = (
-    "this branch does not descend from the template as it was generated: its first commit was amended, or squashed; "
-    "if it has all of the version {0}, say so by: git merge -s ours --allow-unrelated-histories {0}"
-)
+IDENTITY = {f"GIT_{who}_{what}": COMMITTER for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 
 def merge(source: str) -> int:
-    """Merge the template in a folder or at a Git URL into the branch that is checked out.
-
-    Returns:
-        0, or 1 if there are conflicts to solve.
-
-    Raises:
-        ValueError: Nothing can be merged here, or `source` holds no template. The files are as before.
-    """
+    """Merge the template of a folder or Git URL into this branch; return 0, or 1 for conflicts. Raises ValueError."""
     if not (ROOT / CHOICES).is_file():
         raise ValueError(f"no {CHOICES} here: only a project that new.py project made can be updated")
     if git(ROOT, "rev-parse", "--show-prefix"):
-        raise ValueError(
-            f"{ROOT} is a folder of a larger Git repository: only a repository of its own can be updated"
-        )
-    if Path(git(ROOT, "rev-parse", "--absolute-git-dir"), "MERGE_HEAD").exists():
+        raise ValueError(f"{ROOT} is a folder of a larger Git repository: only one of its own can be updated")
+    if (merging := ROOT / git(ROOT, "rev-parse", "--git-path", "MERGE_HEAD")).exists():
         raise ValueError("a merge is not finished: git commit ends it, git merge --abort undoes it")
     if git(ROOT, "status", "--porcelain", "--untracked-files=no"):
         raise ValueError("there are changes that are not committed: commit or stash them first")
     if f"branch refs/heads/{BRANCH}" in git(ROOT, "worktree", "list", "--porcelain").splitlines():
         raise ValueError(f"the branch {BRANCH} is checked out, which is new.py's own: switch to another one")
     last = newest_version()
-    if run_git(ROOT, "merge-base", "HEAD", last).returncode:
-        if git(ROOT, "rev-parse", "--is-shallow-repository") == "true":
-            raise ValueError("this clone has a part of the history: git fetch --unshallow")
-        raise ValueError(REWRITTEN.format(last[:12]))
+    mine, theirs = ({*git(ROOT, "rev-list", "--max-parents=0", one).split()} for one in ("HEAD", last))
+    if not mine & theirs:
+        hint = (
+            f"git fetch --unshallow; if it has all of it: git merge -s ours --allow-unrelated-histories {last[:12]}"
+        )
+        raise ValueError(f"this branch does not begin with the template as generated (amended? shallow?): {hint}")
     with tempfile.TemporaryDirectory() as place:
         template, made = find_template(source, Path(place)), Path(place, "made")
         command = [sys.executable, template / "scripts" / "new.py", "project", made, "-like", ROOT / CHOICES]
@@ -61,7 +49,7 @@ def merge(source: str) -> int:
         message = git(ROOT, "log", "-1", "--format=%B", "FETCH_HEAD")
         last = git(ROOT, "commit-tree", "FETCH_HEAD^{tree}", "-p", last, "-m", message)
     git(ROOT, "update-ref", f"refs/heads/{BRANCH}", last)
-    return merge_branch()
+    return merge_branch(merging)
 
 
 def newest_version() -> str:
@@ -69,9 +57,7 @@ def newest_version() -> str:
     known = ("HEAD", f"--branches={BRANCH[:-1]}[{BRANCH[-1]}]", f"--remotes=*/{BRANCH}")  # a name alone is no pattern
     wanted = (f"--grep=^{MARK}$", f"--committer=<{COMMITTER}>")  # both
     found = git(ROOT, "rev-list", "--topo-order", "--max-count=1", *wanted, *known)
-    # What an older new.py committed may have another committer; nobody else moves the branch.
-    found = found or git(ROOT, "rev-list", "--max-count=1", wanted[0], known[1])
-    if not found:
+    if not (found := found or git(ROOT, "rev-list", "--max-count=1", wanted[0], known[1])):  # of an older new.py
         raise ValueError(f"no version of the template in this repository: git fetch origin {BRANCH}:{BRANCH}")
     return found
 
@@ -81,38 +67,32 @@ def find_template(source: str, place: Path) -> Path:
     folder = Path(source).resolve()
     if not (folder / "train.py").is_file():
         folder = place / "template"
-        run = run_git(
-            Path.cwd(), "-c", "core.autocrlf=false", "clone", "--quiet", "--depth=1", "--", source, str(folder)
-        )
-        if run.returncode:
-            raise ValueError(f"{source}: no folder or Git URL of the template: {' '.join(run.stderr.split())}")
+        try:
+            git(Path.cwd(), "clone", "-c", "core.autocrlf=false", "--quiet", "--depth=1", "--", source, str(folder))
+        except ValueError as error:
+            raise ValueError(f"{source}: no folder or Git URL of the template: {error}") from None
     if not (folder / "scripts" / "project.py").is_file():
         raise ValueError(f"{source}: not the template: it has no scripts/project.py")
     return folder
 
 
-def merge_branch() -> int:
+def merge_branch(merging: Path) -> int:
     """Merge the branch, and print what Git says. Returns the exit code."""
     run = subprocess.run(["git", "merge", "--no-edit", "--ff", BRANCH], cwd=ROOT, capture_output=True, text=True)
     if run.returncode == 0:
         print(run.stdout.strip(), "" if run.stdout.startswith("Already") else "try: ./scripts/test.sh", sep="\n")
         return 0
-    if not git(ROOT, "ls-files", "--unmerged"):
-        run_git(ROOT, "merge", "--abort")  # where a hook has refused it
+    if not git(ROOT, "ls-files", "--unmerged") and "CONFLICT" not in run.stdout:
+        if merging.exists():  # a hook has refused it
+            git(ROOT, "merge", "--abort")
         raise ValueError(f"git merge {BRANCH}: {' '.join((run.stderr + run.stdout).split())}")
     print(f"{run.stdout}new.py: solve the conflicts (git status lists them), then: git commit; or: git merge --abort")
     return 1
 
 
-def run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run git in a folder; what it commits is of IDENTITY."""
-    command = ["git", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **IDENTITY})
-
-
 def git(folder: Path, *arguments: str) -> str:
-    """Return what git prints. Raises ValueError if it fails."""
-    run = run_git(folder, *arguments)
+    """Return what git prints. What it commits is of IDENTITY. Raises ValueError if it fails."""
+    run = subprocess.run(["git", *arguments], cwd=folder, env=os.environ | IDENTITY, capture_output=True, text=True)
     if run.returncode:
         raise ValueError(f"git {arguments[0]} in {folder}: {' '.join(run.stderr.split())}")
     return run.stdout.strip()

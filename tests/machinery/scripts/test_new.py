@@ -223,7 +223,7 @@ def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
         assert not (folder / "lib" / "launch" / "slurm.py").exists(), "what was left out stays out"
         assert (folder / "lib" / "arch" / "own.py").exists(), "new plugins are the project's"
         assert not (folder / "scripts" / "plot.py").exists() and not output_of(folder, "git", "status", "--short")
-    output_of(amended, *re.search("say so by: (.*)", python(amended, *update, code=2))[1].split())
+    output_of(amended, *re.search("all of it: (.*)", python(amended, *update, code=2))[1].split())
     assert "scripts/test.sh" in python(amended, *update) and (amended / "lib/core/more.py").exists()
     assert (amended / "lib/arch/mine.py").exists(), "what is not the template's stays"
     change(template, "train.py", "a model: the whole", "no model: the whole")
