@@ -202,7 +202,8 @@ class CrossEntropy(nn.CrossEntropyLoss):
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # 16 bits have no room for sums
-        return functional.cross_entropy(outputs, targets, self.weight, reduction="sum", **options)
+        weight = None if self.weight is None else self.weight.to(outputs.dtype)
+        return functional.cross_entropy(outputs, targets, weight, reduction="sum", **options)
 
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> bool:

@@ -21,6 +21,7 @@ from lib.utils.checkpoint.manager import Checkpoints
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
+LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 
 
 @contextlib.contextmanager
@@ -85,7 +86,5 @@ def disconnect() -> None:
     for entry in [*Path("/dev/fd").iterdir()]:
         # OSError: not a socket, or not connected.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
+            if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(*LISTENS):
                 one.shutdown(socket.SHUT_RDWR)
