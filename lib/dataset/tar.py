@@ -77,10 +77,8 @@ class Shards(folder.Images):
         return data
 
     def prefetch_samples(self, indices: list[int]) -> None:
-        """Fetch the samples of a micro-batch at once, if they come from a URL."""
-        if tar_index.is_url(self.shards[0]):
-            places = [self.place(index) for index in indices]
-            self.fetched = dict(zip(places, tar_index.read(places)))
+        """Fetch the samples of a micro-batch at once, if they come from a URL; else let the disk begin to read them."""
+        self.fetched = tar_index.prefetch([self.place(index) for index in indices])
 
     def place(self, index: int) -> tuple[str, int, int]:
         """Return the shard of a sample, where its first header begins, and the size of all its files."""

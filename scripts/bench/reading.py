@@ -1,6 +1,6 @@
 """How fast photos are read: -dataset folder, -dataset tar, and WebDataset's pipeline over the same shards.
 
-    uv pip install --group bench
+    uv pip install --group bench          # and mosaicml-streaming and litdata, to compare with these from a disk
     python scripts/bench/reading.py [-photos 2000] [-workers 0 1 2] [-rounds 3] [-data DIR] [-latency_ms 20 [-s3]]
 
 A round reads all photos once in each way, in a random order of ways: "cold" after their pages were dropped from
@@ -8,7 +8,8 @@ memory, "warm" right after that. "decoded": each photo becomes the tensor that a
 "bytes": it is read only. The time counts from the first request to the last batch, without the start of processes.
 Figures are samples per second: medians and ranges over the rounds. With -latency_ms, a web server on this machine
 gives the shards, and waits so long before each answer; "tar, 64" is tar with -shuffle_block 64. With -s3 it is an S3
-server (moto's), from which tar reads s3://, and WebDataset the same objects by curl.
+server (moto's), from which tar reads s3://, and WebDataset the same objects by curl. MosaicML's Streaming and LitData
+read the same JPEGs from files of their own, as large as the shards, shuffled, as their pages do.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
+import importlib.util
 import io
 import os
 import platform
@@ -40,6 +42,8 @@ from lib.utils.data import fetch, plan
 from scripts import pack
 
 SIZE, BATCH = (500, 375), 64  # pixels of a photo; photos
+SHARD_BYTES = 16 << 20
+PACKAGES = ("torch", "pillow", "webdataset", "mosaicml-streaming", "litdata")  # whose versions are said
 SHUFFLE = 1000  # samples in WebDataset's buffer, from which it draws
 BLOCKS = {"tar, 16": 16, "tar, 64": 64}  # -shuffle_block, by way
 S3 = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -80,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         make_photos(root / "photos", options.photos)
         pack.main([str(root / "photos"), "-o", str(root / "shards"), "-shard_mb", "16"])
         ways, address = {"folder": read_ours, "tar": read_ours, "WebDataset": read_webdataset}, ("", "")
+        peers = {"streaming": ("Streaming", read_streaming), "litdata": ("LitData", read_litdata)}
+        ways |= dict(way for package, way in peers.items() if importlib.util.find_spec(package))
         if options.latency_ms is not None:
             ways = {**dict.fromkeys(["tar", *BLOCKS], read_ours), "WebDataset": read_webdataset}
             address = stack.enter_context((serving_s3 if options.s3 else serving)(root, options.latency_ms))
@@ -199,6 +205,54 @@ def read_webdataset(root: Path, address: tuple, way: str, decoded: bool, workers
     return speed(iter(loader), count)
 
 
+def read_streaming(root: Path, address: tuple, way: str, decoded: bool, workers: int) -> float:
+    """Read MosaicML Streaming's shards, which the first call writes, as its quick start does."""
+    import streaming
+
+    images, place = folder.get_dataset(flags(root, "", "folder"))["train"], root / "mds"
+    if not (place / "index.json").exists():
+        columns = {"jpg": "bytes", "cls": "int"}
+        with streaming.MDSWriter(out=str(place), columns=columns, size_limit=SHARD_BYTES) as writer:
+            for file, label in images.files:
+                writer.write({"jpg": Path(file).read_bytes(), "cls": int(label)})
+    streaming.base.util.clean_stale_shared_memory()  # of a reading before
+
+    class Photos(streaming.StreamingDataset):
+        def __getitem__(self, index):
+            return pair_of(super().__getitem__(index), images.to_tensor, decoded)
+
+    data = Photos(local=str(place), shuffle=True, batch_size=BATCH)
+    loader = torch.utils.data.DataLoader(data, BATCH, num_workers=workers, persistent_workers=workers > 0)
+    return speed(iter(loader), len(images))
+
+
+def read_litdata(root: Path, address: tuple, way: str, decoded: bool, workers: int) -> float:
+    """Read LitData's chunks, which the first call writes, as its quick start does."""
+    import litdata
+
+    images, place = folder.get_dataset(flags(root, "", "folder"))["train"], root / "litdata"
+    if not (place / "index.json").exists():
+        pairs = [(str(file), int(label)) for file, label in images.files]
+        litdata.optimize(read_file, pairs, str(place), chunk_bytes=SHARD_BYTES, num_workers=1, start_method="fork")
+
+    class Photos(litdata.StreamingDataset):
+        def __getitem__(self, index):
+            return pair_of(super().__getitem__(index), images.to_tensor, decoded)
+
+    data = Photos(str(place), shuffle=True)
+    context = {"multiprocessing_context": "fork"} if workers else {}
+    loader = litdata.StreamingDataLoader(data, batch_size=BATCH, num_workers=workers, **context)
+    return speed(iter(loader), len(images))
+
+
+def read_file(pair: tuple[str, int]) -> dict:
+    return {"jpg": Path(pair[0]).read_bytes(), "cls": pair[1]}
+
+
+def pair_of(sample: dict, to_tensor, decoded: bool) -> tuple:
+    return (decode(to_tensor, sample["jpg"]) if decoded else len(sample["jpg"])), sample["cls"]
+
+
 def decode(to_tensor, data: bytes) -> torch.Tensor:
     with Image.open(io.BytesIO(data)) as image:
         return to_tensor(image)
@@ -217,15 +271,21 @@ def speed(batches: Iterator, count: int) -> float:
 def drop_pages(root: Path) -> None:
     """Let the system forget what it has of these files in memory."""
     os.sync()
-    for file in [*root.rglob("*.jpg"), *root.rglob("*.tar")]:
+    for file in [file for ending in ("jpg", "tar", "mds", "bin") for file in root.rglob(f"*.{ending}")]:
         number = os.open(file, os.O_RDONLY)
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(number)
 
 
+def is_there(package: str) -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(package))
+    return False
+
+
 def describe(words: list[str]) -> str:
     command = " ".join(["python scripts/bench/reading.py", *words])
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "pillow", "webdataset"))
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if is_there(name))
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
     return f"`{command}` on {datetime.date.today()}, {machine}."
 
