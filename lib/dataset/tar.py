@@ -77,7 +77,7 @@ class Shards(folder.Images):
         return data
 
     def prefetch_samples(self, indices: list[int]) -> None:
-        """Fetch the samples of a micro-batch at once, if they come from a URL; else let the disk begin to read them."""
+        """Fetch the samples of a micro-batch at once, if they come from a URL; else let the disk begin."""
         self.fetched = tar_index.prefetch([self.place(index) for index in indices])
 
     def place(self, index: int) -> tuple[str, int, int]:
