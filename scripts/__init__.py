@@ -8,7 +8,7 @@ ledger.py        the record of a run that both of them use
 doctor.py        whether a run can start on this machine
 sweep.py         many runs over values of flags; sweep_results.py: their table and picture
 status.py        all runs in a table; reading.py reads their folders
-track.py         -track: sends a run's figures to Weights & Biases or MLflow
+track.py         -track: sends a run's figures to Weights & Biases, MLflow or a TrainJob's status
 mirror.py        -mirror: copies a run to a store as S3, and fetches it
 plot.py          the curves of runs
 step_times.py    -step_times: what the time of a step goes into, and the MFU

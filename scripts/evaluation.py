@@ -104,13 +104,14 @@ class Answers:
                 ignored = getattr(self.trainer.loss, "ignore_index", -100)
                 known = (targets != ignored) & (targets >= 0) & (targets < classes)
                 pairs = targets[known] * classes + outputs.argmax(1)[known]
-                found = torch.bincount(pairs, minlength=classes**2).view(classes, classes).cpu()
+                found = torch.bincount(pairs, minlength=classes**2).view(classes, classes)
                 self.counts = found if self.counts is None else self.counts + found
         return self.compute_metrics(outputs, targets)
 
     def take(self) -> Tensor | None:
         """Return (classes, classes) counts of all ranks since the last call, by true class and answer; or None."""
-        counts = [one for one in distributed.gather(self.counts, self.trainer.world) if one is not None]
+        mine = None if self.counts is None else self.counts.cpu()
+        counts = [one for one in distributed.gather(mine, self.trainer.world) if one is not None]
         self.counts = None
         return sum(counts[1:], counts[0]) if counts else None
 

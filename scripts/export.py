@@ -40,12 +40,7 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError, printable
 from scripts import model_input, other_weights, preprocessing
 
-BATCHES = (
-    1,
-    3,
-    7,
-    17,
-)  # that are tried after the export; the last one with a larger length, where the model takes it
+BATCHES = (1, 3, 7, 17)  # on which an exported model is compared with the run's; the last is longer, too, if it can
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 MOST_BYTES = 2**31  # of an ONNX file, which is a protobuf
 PHOTO = (48, 64)  # height and width of an image to begin with, where any are allowed

@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset, Sampler, Subset, TensorDataset
 from lib.core import loss as losses
 from lib.utils.data import fetch
 from lib.utils.data.fetch import option
+from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 from lib.utils.monitoring.metrics import Ratio
 
@@ -102,13 +103,15 @@ class Mixture(ConcatDataset):
         """Return the loss of each part's samples in a pass, under NAME_loss; nothing where it is not known.
 
         It is known for a -loss of ours or of torch on outputs and targets with a row for each sample, in the order of
-        `indices`. `done` is of loss.forward.
+        `indices`: not behind a collate_fn or an on_device of one's own. `done` is of loss.forward.
         """
         outputs, targets = done.outputs, done.targets
         is_stateless = type(loss) is losses.CrossEntropy or type(loss).__module__.startswith("torch.nn.")
-        if done.is_own or not is_stateless or option(self, "collate_fn") or not isinstance(outputs, Tensor):
+        may_reorder = option(self, "collate_fn") or not isinstance(option(self, "on_device"), Pixels | None)
+        if done.is_own or not is_stateless or may_reorder:
             return {}
-        if not (isinstance(targets, Tensor) and len(outputs) == len(targets) == len(indices)):
+        are_tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+        if not (are_tensors and len(outputs) == len(targets) == len(indices)):
             return {}
         part_of = torch.bucketize(torch.tensor(indices) % len(self), torch.tensor(self.cumulative_sizes), right=True)
         found = {}
