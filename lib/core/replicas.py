@@ -276,7 +276,7 @@ class Mark(pickle.Pickler):
         """Return what stands for an object: of a tensor its checksum, unless it is the model's or has a gradient."""
         if id(value) in self.skipped or id(value) in self.outer.seen:
             return ""
-        if is_own(type(value)) and hasattr(value, "__dict__") and not isinstance(value, Collection):
+        if hasattr(value, "__dict__") and not isinstance(value, Collection) and is_own(type(value)):
             self.outer.seen.add(id(value))
             return [(key, Mark(self.skipped, self.storages, self.outer).of(one)) for key, one in vars(value).items()]
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
