@@ -45,7 +45,7 @@ class Run:
             check_data = load_optional("scripts.check_data", "-skip_bad_files")
             self.splits, self.skipped = check_data.skip(self.splits, args, self.world, self.past)
         before, train = self.past.manifest["config"] if self.past else start, self.splits["train"]
-        if args.balance or (args.shuffle and fetch.has_weights(train)):
+        if args.balance or (args.shuffle and fetch.lists(train, "weights", "lengths")):
             load_optional("scripts.sampling", "-balance").add_sampler(train, args)
         watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
         self.plan = resume.plan(args, fingerprint.describe(self.splits, args, self.world), self.world, before)

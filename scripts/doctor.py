@@ -179,7 +179,7 @@ def data(args) -> Findings:
     before, facts = past.manifest["config"] if past else {}, {"samples": len(splits["train"])}
     if args.skip_bad_files or not faults:  # else a run would end at one of them
         splits = check_data.skip(splits, args, World(), past)[0] if args.skip_bad_files else splits
-        if args.balance or (args.shuffle and fetch.has_weights(splits["train"])):
+        if args.balance or (args.shuffle and fetch.lists(splits["train"], "weights", "lengths")):
             load_optional("scripts.sampling", "-balance").add_sampler(splits["train"], args)
         facts = fingerprint.describe(splits, args, World())
         if args.class_weights == "balanced":

@@ -194,7 +194,7 @@ def open_dataset(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     parts = loader.splits(plugins.load("dataset", flags.dataset).get_dataset(flags), flags.dataset)
     if odd := parts.keys() - {*SPLITS}:
         raise UsageError(f"-dataset {args.dataset} has {', '.join(sorted(odd))}: shards are of {', '.join(SPLITS)}")
-    if any(fetch.has_weights(part) or fetch.option(part, "sampler") is not None for part in parts.values()):
+    if any(fetch.lists(part, "weights") or fetch.option(part, "sampler") is not None for part in parts.values()):
         print("weights and samplers are not packed: each sample is, once", file=sys.stderr)
     sources = {split: Samples(part, split, flags) for split, part in parts.items()}
     return sources, sources["train"].facts["classes"]

@@ -55,6 +55,32 @@ class SystematicSampler(Sampler):
         yield from shuffled[drawn][torch.randperm(self.num_samples)].tolist()
 
 
+class LengthSampler(Sampler):
+    """Draws samples of similar length for each step, so that few values pad them; the steps have a random order.
+
+    The samples of `window` steps, drawn at random, are sorted by their lengths. Those of a short last step stay last.
+
+    Args:
+        lengths: (samples,), of any unit.
+        batch_size: the samples of a step.
+        sampler: what draws the samples; by default each comes once.
+    """
+
+    def __init__(self, lengths: Tensor, batch_size: int, sampler: Sampler | None = None, window: int = 50):
+        self.lengths, self.batch_size, self.sampler, self.window = lengths, batch_size, sampler, window
+
+    def __len__(self) -> int:
+        return len(self.lengths) if self.sampler is None else len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = torch.randperm(len(self)) if self.sampler is None else torch.tensor([*self.sampler])
+        whole, rest = drawn.tensor_split([len(drawn) - len(drawn) % self.batch_size])
+        windows = whole.split(self.batch_size * self.window)
+        steps = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in windows]).split(self.batch_size)
+        mixed = [steps[number] for number in torch.randperm(len(steps))] if len(whole) else []
+        yield from torch.cat([*mixed, rest[self.lengths[rest].argsort(stable=True)]]).tolist()
+
+
 class Mixture(ConcatDataset):
     """Several data sets as one, of which training draws by their shares.
 
@@ -139,9 +165,21 @@ class Mixture(ConcatDataset):
 
 
 def add_sampler(dataset: Any, args: Namespace) -> None:
+    """Let the training samples be drawn by their classes (-balance), their `weights` and their `lengths`."""
+    if args.balance or not isinstance(dataset, Mixture):  # whose sampler goes by its parts' weights
+        draw_by_weights(dataset, args)
+    sampler, lengths = option(dataset, "sampler"), of_samples(dataset, ("lengths",))
+    if lengths is not None and isinstance(sampler, SystematicSampler | None):
+        said = "those of a step have similar lengths"
+        if lengths.shape == (len(dataset),):
+            dataset.sampler = LengthSampler(lengths, args.batch_size, sampler)
+        else:  # something else of that name
+            said = f"their lengths, {tuple(lengths.shape)}, are not one for each of {len(dataset)}, and not used"
+        vars(dataset)["log_lines"] = [*option(dataset, "log_lines", ()), f"the training samples: {said}"]
+
+
+def draw_by_weights(dataset: Any, args: Namespace) -> None:
     """Let the training samples be drawn by their classes, under -balance, or by their `weights`."""
-    if isinstance(dataset, Mixture) and not args.balance:
-        return  # its sampler goes by its parts' weights
     weights, groups, has_sampler = weights_of(dataset), None, option(dataset, "sampler") is not None
     if args.balance and (not args.shuffle or has_sampler or weights is not None):
         hint = "not with -shuffle no, nor with a sampler or weights of their own"
@@ -167,7 +205,9 @@ def balance_loss(loss: nn.Module, dataset: Any, args: Namespace) -> None:
     Raises UsageError if the training samples do not list their targets, if a class has none, or if the loss has no
     `weight`.
     """
-    if args.balance or option(dataset, "sampler") is not None:
+    sampler = option(dataset, "sampler")
+    sampler = sampler.sampler if isinstance(sampler, LengthSampler) else sampler
+    if args.balance or sampler is not None:
         raise UsageError("-class_weights balanced counts samples as they are listed: not if a sampler draws them")
     labels, count = class_numbers(dataset, "-class_weights balanced"), args.num_classes
     if len(labels) != len(dataset):
@@ -201,7 +241,7 @@ def class_numbers(dataset: Any, flag: str) -> Tensor:
 def weights_of(dataset: Any) -> Tensor | None:
     """Return the `weights` of a data set, (samples,) float64; None without. Raises UsageError if they do not fit."""
     weights = of_samples(dataset, ("weights",))
-    if weights is None and fetch.has_weights(dataset):
+    if weights is None and fetch.lists(dataset, "weights"):
         raise UsageError("of several datasets that are read as one, some have weights: give all of them some")
     if weights is not None and weights.shape != (len(dataset),):
         raise UsageError(f"weights of {len(dataset)} samples are {tuple(weights.shape)}: one for each is needed")

@@ -25,7 +25,7 @@ from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
-from lib.utils.data.fetch import has_weights, nested, option
+from lib.utils.data.fetch import lists, nested, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.errors import UsageError
 
@@ -51,7 +51,7 @@ class Checks:
         self.trainer, self.parts = trainer, parts_of(trainer)
         self.schema = shards.schema(find_parts(trainer).weights())
         data = trainer.loaders["train"].dataset
-        if trainer.args.shuffle and has_weights(data) and option(data, "sampler") is None:
+        if trainer.args.shuffle and lists(data, "weights") and option(data, "sampler") is None:
             raise UsageError("the training samples got their weights after get_dataset, too late: set them there")
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them

@@ -48,9 +48,9 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
     return getattr(dataset, name, default)
 
 
-def has_weights(dataset: Any) -> bool:
-    """Return whether a dataset, or one that it reads from, says by `weights` how often each sample comes."""
-    found = [getattr(one, "weights", None) for one in nested(dataset)]  # a model's may be there under this name
+def lists(dataset: Any, *names: str) -> bool:
+    """Return whether a dataset, or one that it reads from, says something of its samples: `weights`, or `lengths`."""
+    found = [getattr(one, name, None) for one in nested(dataset) for name in names]  # a model's may have this name
     return any(hasattr(one, "__len__") and not isinstance(one, str | Mapping) for one in found)
 
 

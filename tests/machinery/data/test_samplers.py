@@ -1,19 +1,14 @@
 """A dataset's own sampler: the same samples on any number of processes, after any stop, or one line."""
 
 import itertools
-import re
 
 import numpy as np
 import pytest
-import torch
 from runs import distance, few, run, same_tensors, weights
 from saves import SMALL, log_of
 from torch.utils import data
 from truth import file_plugins, same_bits_everywhere
 
-from lib import config
-from lib.utils.data import fetch, plan
-from lib.utils.data.tensors import Tensors
 from scripts import doctor
 
 FLAGS = f"{SMALL} -epochs 2 -threads 1"
@@ -131,19 +126,4 @@ def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
     assert "sampler digest was" in refused(f"{flags} -cpu 1")
     run(tmp_path, f"{flags} -cpu 1 -allow_change data")
     said = refused(f"{flags} -cpu 1 -reset -shuffle_block 4")
-    assert "the training samples have a sampler, and so an order" in said
-
-
-def test_the_sampler_in_the_page_gives_each_sample_once_in_batches_of_similar_length():
-    text = (config.ROOT / "docs/examples/padding.md").read_text()
-    space = {"Sampler": data.Sampler, "torch": torch}
-    exec(re.search(r"^(class ByLength.*?)^def", text, re.S | re.M)[1], space)
-    lengths = torch.randint(1, 100, (1000,))
-    part = Tensors(lengths)
-    part.sampler = space["ByLength"](lengths, batch=16, window=10)
-    order, other, again = (fetch.draw_order(part, 0, epoch) for epoch in (1, 2, 1))
-    assert order.equal(again) and not order.equal(other)
-    assert sorted(order.tolist()) == [*range(1000)]
-    spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in order.split(16)]
-    usual = [int(lengths[batch].max() - lengths[batch].min()) for batch in plan.order(1000, 0, 1).split(16)]
-    assert sum(spread) < 0.4 * sum(usual)
+    assert "the training samples have a sampler, weights or lengths" in said

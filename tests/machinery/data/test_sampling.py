@@ -1,5 +1,6 @@
 """Weights of samples, balanced classes and mixtures: how often each comes, on any number of processes."""
 
+import itertools
 import math
 
 import numpy as np
@@ -35,13 +36,17 @@ def rare(args):
     return {**parts, "train": Tensors(inputs, labels * (torch.arange(len(labels)) % 4 == 0))}
 
 
-def weighted(args):
+def weighted(args, **more):
     parts = few(args)
-    parts["train"].weights = [1.0] * 40 + [9.0] * (len(parts["train"]) - 40)
+    vars(parts["train"]).update(weights=[1.0] * 40 + [9.0] * 10, **more)
     return parts
 
 
-_plugins = file_plugins(dataset={"rare": rare, "weighted": weighted})
+def by_length(args):
+    return weighted(args, lengths=torch.arange(50) % 7)
+
+
+_plugins = file_plugins(dataset={"rare": rare, "weighted": weighted, "by_length": by_length})
 
 
 def drawn(sampler, seed=0):
@@ -81,14 +86,25 @@ MIXED = f"{TOKENS} -threads 1 -data a=0.3,b=0.7 -micro_batch 4 -epochs 2 -train_
     [
         (f"{FLAGS} -dataset rare -balance", f"{FLAGS} -dataset rare"),
         (f"{FLAGS} -dataset weighted", f"{FLAGS} -dataset few"),
+        (f"{FLAGS} -dataset by_length", f"{FLAGS} -dataset weighted"),
         (MIXED, MIXED.replace("b=0.7", "b=0.2")),
     ],
-    ids=["balanced", "weighted", "mixed"],
+    ids=["balanced", "weighted", "by_length", "mixed"],
 )
 def test_drawn_samples_are_the_same_on_any_number_of_processes_and_after_a_stop(flags, others, texts, tmp_path):
     folder = same_bits_everywhere(tmp_path, flags, (3, 2))
     assert distance(folder, run(tmp_path, f"{others} -model others -cpu 1"))
     assert flags != MIXED or {"val_a/loss", "val_b/loss", "train/b_loss"} < set().union(*lines(folder))
+
+
+@given(st.integers(1, 300), st.integers(6, 40), st.integers(0, 9))
+def test_a_step_has_samples_of_similar_length_and_an_epoch_each_sample_once(count, batch, seed):
+    lengths = torch.randint(100, (count,), generator=torch.Generator().manual_seed(seed))
+    sampling.add_sampler(part := Items([*range(count)], lengths=lengths), parsed(f"-batch_size {batch}"))
+    order = fetch.draw_order(part, seed, 0)
+    assert sorted(order.tolist()) == [*range(count)]
+    steps = [sorted(lengths[step].tolist()) for step in order[: count - count % batch].split(batch)]
+    assert all(one[-1] <= other[0] for one, other in itertools.pairwise(sorted(steps))), "of one window, none overlap"
 
 
 def test_balanced_classes_come_equally_often():
@@ -196,6 +212,8 @@ def test_what_lists_no_classes_of_samples_is_refused_and_other_attributes_of_the
     for weights_of_a_model in ("imagenet", {}, len):
         sampling.add_sampler(part := Items([1, 2], weights=weights_of_a_model), parsed(""))
         assert not hasattr(part, "sampler")
+    sampling.add_sampler(part := Items([1, 2], lengths=[5, 6, 7]), parsed(""))
+    assert not hasattr(part, "sampler") and "lengths, (3,), are not one for each of 2" in part.log_lines[0]
     one, two = (Items([1, 2], weights=[0, 1]) for _ in range(2))
     sampling.add_sampler(both := ConcatDataset([one, two]), parsed(""))
     assert {*drawn(both.sampler).tolist()} == {1, 3}
