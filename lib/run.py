@@ -49,6 +49,8 @@ class Run:
             load_optional("scripts.sampling", "-balance").add_sampler(train, args)
         watchdog.begin(f"reading a few samples of -dataset {args.dataset}, to know its data again")
         self.plan = resume.plan(args, fingerprint.describe(self.splits, args, self.world), self.world, before)
+        if set_batch_size := getattr(fetch.option(train, "sampler"), "set_batch_size", None):
+            set_batch_size(self.plan.batch)
         runtime.choose_threads(args, self.world, saved=before.get("threads"))
         self.changes = resume.check_flags(args, self.plan, self.past, before, self.splits)
         self.loaded = ""  # what -weights filled

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
 WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
 ADDING, EMPTY = {"append", "extend"}, {"[]", "{}", "None", "()"}
+IN_STEP = set("train_step training_step optimizer_step clip_gradients due_optimizers set_learning_rate".split())
 ADVICE = "changes with the number of micro-batches and processes"
 
 
@@ -89,6 +90,8 @@ def faults(
             for call in _calls(function):
                 if "clip_grad_" in _name(call):
                     yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
+        yield from _read_ahead(function)
+        yield from _read_late(function)
         for line, name in _handed_on(function, functions):
             if name not in known:
                 yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
@@ -174,6 +177,30 @@ def _attributes(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
     """Return the names of the attributes of `self` that are read or set in this node."""
     found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, context)]
     return {one.attr for one in found if isinstance(one.value, ast.Name) and one.value.id == "self"}
+
+
+def _read_ahead(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield lines of a train_step that goes through its batches by itself, and does not seed the passes."""
+    is_seeded = "seeding." in ast.unparse(function)
+    if function.name == "train_step" and len(function.args.args) > 1 and not is_seeded:
+        given = function.args.args[1].arg
+        read = [one.iter for one in ast.walk(function) if isinstance(one, ast.For | ast.comprehension)]
+        read += [one.value for one in ast.walk(function) if isinstance(one, ast.Starred)]
+        read += [arg for call in _calls(function) if _name(call) in ("list", "tuple") for arg in call.args]
+        for one in [one for one in read if given in re.findall(r"\w+", ast.unparse(one))]:
+            advice = "before each pass that comes later, seeding.seed(seeding.PASS, seed, step, micro_batch.number)"
+            yield one.lineno, f"train_step reads {given}, which seeds the generators for each as it comes: {advice}"
+
+
+def _read_late(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield lines of a step that uses what logging and saving fill or empty."""
+    uses = [*ast.walk(function)] if function.name in IN_STEP else []
+    last = [one.value for one in uses if isinstance(one, ast.Subscript) and ast.unparse(one.slice) == "-1"]
+    for one in [one for one in uses if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)]:
+        text = ast.unparse(one)
+        if re.fullmatch(r"self\.(state\.(grad_norm|bad_\w+)|pending_(losses|norms))", text) and one not in last:
+            advice = "keep your own in a saved buffer; self.pending_losses[-1] has this step's losses"
+            yield one.lineno, f"{text} depends on when the run logs and saves: {advice}"
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:

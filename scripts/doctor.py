@@ -167,7 +167,8 @@ def data(args) -> Findings:
         plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args), args.dataset, args.overfit
     )
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
-    for line in fetch.option(splits["train"], "log_lines", ()):
+    lines = fetch.option(splits["train"], "log_lines", ())
+    for line in lines:
         yield NOTE, line
     faults = {}
     if args.check_data or hasattr(splits["train"], "sample_name"):  # files that people bring
@@ -181,6 +182,8 @@ def data(args) -> Findings:
         splits = check_data.skip(splits, args, World(), past)[0] if args.skip_bad_files else splits
         if args.balance or (args.shuffle and fetch.lists(splits["train"], "weights", "lengths")):
             load_optional("scripts.sampling", "-balance").add_sampler(splits["train"], args)
+        for line in fetch.option(splits["train"], "log_lines", ())[len(lines) :]:
+            yield NOTE, line
         facts = fingerprint.describe(splits, args, World())
         if args.class_weights == "balanced":
             sampling = load_optional("scripts.sampling", "-class_weights balanced")

@@ -62,12 +62,16 @@ class LengthSampler(Sampler):
 
     Args:
         lengths: (samples,), of any unit.
-        batch_size: the samples of a step.
         sampler: what draws the samples; by default each comes once.
+        window: in steps, of as many samples as `set_batch_size` says; before that it is the epoch.
     """
 
-    def __init__(self, lengths: Tensor, batch_size: int, sampler: Sampler | None = None, window: int = 50):
-        self.lengths, self.batch_size, self.sampler, self.window = lengths, batch_size, sampler, window
+    def __init__(self, lengths: Tensor, sampler: Sampler | None = None, window: int = 50):
+        self.lengths, self.sampler, self.window, self.batch_size = lengths, sampler, window, len(lengths)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Take the number of samples of a step, once it is known; what tells data apart is drawn before."""
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
         return len(self.lengths) if self.sampler is None else len(self.sampler)  # type: ignore[arg-type]
@@ -118,7 +122,8 @@ class Mixture(ConcatDataset):
             own = torch.ones(len(part), dtype=torch.float64) if own is None else own
             weights.append(own * (shares[name] / own.sum()))
         groups = torch.arange(len(parts)).repeat_interleave(torch.tensor([*map(len, parts.values())]))
-        self.sampler = SystematicSampler(torch.cat(weights), samples or len(self), groups)
+        self.weights = torch.cat(weights)
+        self.sampler = SystematicSampler(self.weights, samples or len(self), groups)
         if all(hasattr(part, "sample_name") for part in parts.values()):
             self.sample_name = self._sample_name
         marks = [option(part, "fingerprint") for part in parts.values()]
@@ -168,14 +173,24 @@ def add_sampler(dataset: Any, args: Namespace) -> None:
     """Let the training samples be drawn by their classes (-balance), their `weights` and their `lengths`."""
     if args.balance or not isinstance(dataset, Mixture):  # whose sampler goes by its parts' weights
         draw_by_weights(dataset, args)
-    sampler, lengths = option(dataset, "sampler"), of_samples(dataset, ("lengths",))
-    if lengths is not None and isinstance(sampler, SystematicSampler | None):
-        said = "those of a step have similar lengths"
-        if lengths.shape == (len(dataset),):
-            dataset.sampler = LengthSampler(lengths, args.batch_size, sampler)
-        else:  # something else of that name
-            said = f"their lengths, {tuple(lengths.shape)}, are not one for each of {len(dataset)}, and not used"
+    if fetch.lists(dataset, "lengths"):
+        said = sort_by_length(dataset)
         vars(dataset)["log_lines"] = [*option(dataset, "log_lines", ()), f"the training samples: {said}"]
+
+
+def sort_by_length(dataset: Any) -> str:
+    """Let those of the training samples that a step takes have similar `lengths`. Returns what the log says of it."""
+    sampler = option(dataset, "sampler")
+    if not isinstance(sampler, SystematicSampler | None):
+        return "their lengths are not used next to a sampler"
+    try:
+        lengths = of_samples(dataset, ("lengths",))
+    except UsageError as error:  # something else of that name
+        return f"their lengths are not used ({error})"
+    if lengths is None or lengths.ndim > 1:
+        return "their lengths are not used: not one number for each"
+    dataset.sampler = LengthSampler(lengths, sampler)
+    return "those of a step have similar lengths"
 
 
 def draw_by_weights(dataset: Any, args: Namespace) -> None:
@@ -186,7 +201,7 @@ def draw_by_weights(dataset: Any, args: Namespace) -> None:
         raise UsageError(f"-balance draws the samples: {hint}")
     if args.balance:
         groups = class_numbers(dataset, "-balance")
-        if groups.shape != (len(dataset),):
+        if groups.ndim > 1:
             raise UsageError(f"-balance needs one class for each sample: the labels are {tuple(groups.shape)}")
         counted = groups != args.ignore_index
         groups = groups.where(counted, 0)
@@ -210,8 +225,6 @@ def balance_loss(loss: nn.Module, dataset: Any, args: Namespace) -> None:
     if args.balance or sampler is not None:
         raise UsageError("-class_weights balanced counts samples as they are listed: not if a sampler draws them")
     labels, count = class_numbers(dataset, "-class_weights balanced"), args.num_classes
-    if len(labels) != len(dataset):
-        raise UsageError(f"-class_weights balanced: {len(labels)} labels for {len(dataset)} training samples")
     if labels.ndim == 2 and labels.shape[1] == count and labels.max() < 2:
         raise UsageError(f"-class_weights balanced needs class numbers: {tuple(labels.shape)} labels are one-hot")
     labels = labels[labels != args.ignore_index]
@@ -243,25 +256,32 @@ def weights_of(dataset: Any) -> Tensor | None:
     weights = of_samples(dataset, ("weights",))
     if weights is None and fetch.lists(dataset, "weights"):
         raise UsageError("of several datasets that are read as one, some have weights: give all of them some")
-    if weights is not None and weights.shape != (len(dataset),):
+    if weights is not None and weights.ndim > 1:
         raise UsageError(f"weights of {len(dataset)} samples are {tuple(weights.shape)}: one for each is needed")
     return None if weights is None else weights.double()
 
 
 def of_samples(dataset: Any, names: tuple[str, ...]) -> Tensor | None:
-    """Return what a data set says of each of its samples, under the first of these names that it has."""
+    """Return what a data set says of each of its samples, under the first of these names that it has.
+
+    Raises UsageError if that is not one for each.
+    """
     if isinstance(dataset, Subset) and not vars(dataset).keys() & {*names}:
         whole = of_samples(dataset.dataset, names)
-        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+        return None if whole is None else whole[np.array(dataset.indices, np.int64)]
     if isinstance(dataset, ConcatDataset) and not vars(dataset).keys() & {*names}:
         parts = [of_samples(part, names) for part in dataset.datasets]
         return None if any(part is None for part in parts) else torch.cat(parts)
-    values = next((one for name in names if (one := getattr(dataset, name, None)) is not None), None)
+    name = next((name for name in names if getattr(dataset, name, None) is not None), names[0])
+    values = getattr(dataset, name, None)
     if values is None and isinstance(dataset, TensorDataset) and "labels" in names:
         values = dataset.tensors[-1] if len(dataset.tensors) == 2 else None
     if values is None or callable(values) or isinstance(values, str | Mapping):  # something else of that name
         return None
     try:
-        return values if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
+        values = values if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{type(dataset).__name__}.{names[0]}: no numbers of samples ({error})") from None
+        raise UsageError(f"{type(dataset).__name__}.{name}: no numbers of samples ({error})") from None
+    if values.shape[:1] != (len(dataset),):
+        raise UsageError(f"{name} of {len(dataset)} samples are {tuple(values.shape)}: one for each is needed")
+    return values

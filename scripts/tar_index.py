@@ -212,7 +212,7 @@ def find_shards(data: str, split: str, store: Any) -> list[str]:
             found = sorted(file for file in store.glob(data, pattern) if not is_debris(name_of(file)))
         if compressed := [file for file in found if file.lower().endswith(COMPRESSED)]:
             raise UsageError(f"{compressed[0]}: compressed ({len(compressed)} such files): unpack it to a .tar file")
-        if shards := [file for file in found if file.endswith(".tar")]:
+        if shards := [file for file in found if file.lower().endswith(".tar")]:
             return shards
     return []
 
@@ -477,10 +477,10 @@ class Files(dict):
         raise UsageError(f"{self.name} has no {ending} (it has {', '.join(self)}){hint if len(self) == 1 else ''}")
 
 
-def read_files(data: bytes, shard: str) -> tuple[str, Files]:
+def read_files(data: bytes, shard: str, label: int) -> tuple[str, Files]:
     """Return the shard and the name of a sample, and its files, from the bytes at its place.
 
-    Raises UsageError if these are not whole files of one sample.
+    Raises UsageError if these are not whole files of one sample, or say another class than its index, `label`.
     """
     keys, found, end = set(), Files(), 0
     with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
@@ -489,7 +489,7 @@ def read_files(data: bytes, shard: str) -> tuple[str, Files]:
             if (named := name_of_member(member)) and member.isreg():
                 keys.add(named[0])
                 found[named[1]] = data[member.offset_data : member.offset_data + member.size]
-    if end != len(data) or len(keys) != 1:
+    if end != len(data) or len(keys) != 1 or label_of(shard, *keys, found.get("cls")) not in (-1, label):
         raise UsageError(f"{shard}: changed since its index was written: start the run again")
     found.name = one_line(f"{name_of(shard)}/{keys.pop()}")
     return found.name, found

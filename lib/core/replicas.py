@@ -80,8 +80,7 @@ class Checks:
         watched = is_due and micro_batch.first and (micro_batch.step_parts > 1 or not self.steps) and not self.changed
         before = self.marks() if watched else {}
         yield
-        after = self.marks() if watched else {}
-        odd = [name for name in after if after[name] != before.get(name)]
+        odd = [name for name, mark in (self.marks() if watched else {}).items() if mark != before.get(name)]
         if micro_batch.step_parts == 1:  # buffers and others then change once a step, as on any number of processes
             odd = [name for name in odd if isinstance(find_parts(self.trainer).weights().get(name), nn.Parameter)]
         self.changed += odd
@@ -108,8 +107,8 @@ class Checks:
         weights = {name: shards.local_part(one) for name, one in parts.weights().items() if is_wanted(name, one)}
         return shards.checksums(weights) | {name: Mark().of(one.state_dict()) for name, one in parts.others.items()}
 
-    def run(self) -> None:
-        """Name what is trained by no optimizer, or changes outside of checkpoints; compare the ranks' weights.
+    def run(self, saves: bool = False) -> None:
+        """Name what is trained by no optimizer; before a save, what no checkpoint has; compare the ranks' weights.
 
         Raises UsageError if a module or an optimizer was made after the start, RuntimeError if the copies differ.
         """
@@ -130,7 +129,7 @@ class Checks:
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
         self.count += state.step != self.agreed  # and not of the save after an evaluation
         is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # 1 to 8, later each 4th
-        now = plain_values(self.trainer) if self.values and is_turn and state.step != self.agreed else {}
+        now = plain_values(self.trainer) if saves and self.values and is_turn else {}
         same = {name: mark for name, mark in now.items() if mark is not None and mark == self.values.get(name)}
         kept = {name: str(mark) for name, mark in same.items() if type(mark) is str or mark != self.made.get(name)}
         self.fixed = {f"{name} {mark}".rpartition(" ")[0]: mark for name, mark in kept.items()} if now else self.fixed
@@ -146,7 +145,7 @@ class Checks:
         self.values = known | dict.fromkeys(names)  # named once
         if names:
             advice = "right if nothing needs it later; else make it a saved buffer or a state, alike on all ranks"
-            log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
+            log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:24]), len(names), advice)
         are_parted = self.trainer.plan.engine == "stock" and self.trainer.world.size > 1
         for root in parts.modules.values() if are_parted else ():  # DDP shares buffers in the next pass
             take_first([*root.buffers(), *(one for name, one in root.named_parameters() if is_statistic(name))])

@@ -36,7 +36,8 @@ def start(args: Args, target: str) -> int:
             return start_one(args, target)
         for number in range(args.restarts + 1):
             if number:
-                print(f"train.py: starting again: {number} of -restarts {args.restarts}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # as in `watch`
+                    sys.stderr.write(f"train.py: starting again: {number} of -restarts {args.restarts}\n")
             if (code := start_processes(args, target, count, run_id)) >= 0:  # none was killed
                 return code
         return FAILED
@@ -152,7 +153,8 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, f
     if -code in forwarded:
         code, message = STOPPED, signals.OUTSIDE.format(signal.Signals(-code).name)
     if code != USAGE:  # the child has printed what is wrong
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone: the others save all the same
+            print(f"train.py: {message}", file=sys.stderr, flush=True)
     until = time.monotonic() + (max(SHUTDOWN_S, grace_s) if trains else SHUTDOWN_S)
     for child in children:
         child.join(max(0.0, until - time.monotonic()))

@@ -197,8 +197,9 @@ class Trainer:
         for micro_batch, batch in batches:
             self.engine.begin_pass(micro_batch, self.trained)
             given = {**batch} if isinstance(batch, Mapping) else batch
-            loss = self.call_training_step(batch, micro_batch)  # which may mask targets
-            self.backward(loss, micro_batch, self.count_targets(given, micro_batch.count))
+            with self.checks.watch_pass(micro_batch):
+                loss = self.call_training_step(batch, micro_batch)  # which may mask targets
+                self.backward(loss, micro_batch, self.count_targets(given, micro_batch.count))
             if micro_batch.last:
                 break
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
@@ -224,7 +225,7 @@ class Trainer:
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
         self.micro_batch, self.logs_scalars = micro_batch, micro_batch.count > 0
-        with self.precision, self.checks.watch_pass(micro_batch):
+        with self.precision:
             loss = self.training_step(batch)
         self.logs_scalars = self.world.is_main
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -466,7 +467,7 @@ class Trainer:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.evaluated) and not self.checkpoints.failures:
             return
-        self.checks.run()
+        self.checks.run(saves=True)
         self.read_losses()
         self.state.unlogged = {**self.loss_sums.pending(), **self.metrics.pending()}
         self.checkpoints.save(*self.contents(), step=self.state.step, keep=keep)

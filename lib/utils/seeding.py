@@ -1,7 +1,6 @@
 """Randomness without state: every draw comes from a seed that is a pure function of the run's position.
 
-The mixing function is SplitMix64's finalizer (Steele, Lea and Flood, Fast splittable pseudorandom number generators,
-OOPSLA 2014).
+SplitMix64's finalizer mixes (Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014).
 """
 
 import random

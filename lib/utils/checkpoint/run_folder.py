@@ -261,7 +261,7 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether this is how a process fails when another one is gone. gloo's errors have no class of their own."""
     by_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # this file imports no torch
     by_gloo = isinstance(error, RuntimeError) and re.search(r"\bgloo/", str(error)) is not None
-    return by_torch or by_gloo or isinstance(error, ConnectionError)
+    return by_torch or by_gloo
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict:

@@ -209,7 +209,7 @@ class Fetch(Dataset):
     def shared_file(self) -> UsageError | None:
         """Return what is wrong if a worker process has read from a file that others have open as well."""
         for number, place in self.places.items():
-            if os.lseek(number, 0, os.SEEK_CUR) != place:
+            if os.lseek(number, 0, os.SEEK_CUR) not in (place, os.fstat(number).st_size):  # where logs are written
                 fault = f"{Path(f'/dev/fd/{number}').readlink()} was open before the loader processes began"
                 return UsageError(f"{fault}, and they share its place: open it at first use, in __getitem__")
         return None
@@ -244,7 +244,7 @@ def inherited_places() -> dict[int, int]:
     places = {}
     for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir())[:MOST_FILES]:
         with contextlib.suppress(OSError):
-            is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
             if number > 2 and is_read and stat.S_ISREG(os.fstat(number).st_mode):
                 places[os.dup(number)] = os.lseek(number, 0, os.SEEK_CUR)
     return places

@@ -44,6 +44,8 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
         order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
         count = len(part if order is None else order)
         if order is not None:  # after others the first epoch must be the same again
+            if args.shuffle_block > 1:
+                raise UsageError(f"-shuffle_block {args.shuffle_block}: training has a sampler, weights or lengths")
             later, *again = (fetch.draw_order(part, args.seed, epoch) for epoch in (9, 0, 0, 5, 0))
             if later is None or len(later) != count:
                 raise UsageError(f"the sampler of {name} gives {count} samples at first, and others in a later epoch")

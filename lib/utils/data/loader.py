@@ -61,8 +61,6 @@ class Loader:
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
         """Yield what `epoch` will fetch, without fetching it."""
         own = fetch.draw_order(self.dataset, self.seed, epoch) if self.shuffle else None
-        if own is not None and self.block > 1:
-            raise UsageError(f"-shuffle_block {self.block}: the training samples have a sampler, weights or lengths")
         indices = order(self.plan.samples, self.seed, epoch, self.shuffle, self.block) if own is None else own
         if len(indices) != self.plan.samples:
             raise UsageError(f"the order of an epoch has {len(indices)} places for {self.plan.samples} samples")

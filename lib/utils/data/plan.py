@@ -1,7 +1,6 @@
 """How an epoch is ordered, and cut into steps and micro-batches, and which of them are this rank's.
 
-Everything here is a function of (seed, epoch, step, micro-batch): nothing is stored, nothing replayed, and no sample
-is repeated to fill a share.
+Everything here is a function of (seed, epoch, step, micro-batch): nothing is stored, replayed or repeated to fill up.
 """
 
 import itertools

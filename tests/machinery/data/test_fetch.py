@@ -59,7 +59,7 @@ def test_a_file_whose_place_loader_processes_share_is_refused_by_its_name(tmp_pa
         return file.read(1 << 16)
 
     (tmp_path / "records").write_bytes(bytes(8 << 16))
-    file = (tmp_path / "records").open("rb")
+    file = (tmp_path / "records").open("r+b")
     shared = Items([functools.partial(read, file, index) for index in range(8)])
     own = Items([lambda index=index: read((tmp_path / "records").open("rb"), index) for index in range(8)])
     for items, workers in ((shared, 0), (own, 2), (shared, 1)):  # a start reads by a process of its own, too

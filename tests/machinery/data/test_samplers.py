@@ -126,4 +126,4 @@ def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
     assert "sampler digest was" in refused(f"{flags} -cpu 1")
     run(tmp_path, f"{flags} -cpu 1 -allow_change data")
     said = refused(f"{flags} -cpu 1 -reset -shuffle_block 4")
-    assert "the training samples have a sampler, weights or lengths" in said
+    assert "-shuffle_block 4: training has a sampler, weights or lengths" in said

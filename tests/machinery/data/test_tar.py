@@ -248,9 +248,11 @@ def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
     data = (shards / "train-0.tar").read_bytes()
     (shards / "train-0.tar").write_bytes(data[:700] + b"?" + data[701:])
     assert dataset(shards)["train"].fingerprint != part.fingerprint
+    write(shards / "train-0.tar", {**pairs(5, path="./"), "./0000.cls": b"1\n"}, format=tarfile.GNU_FORMAT)
     write(shards / "train-1.tar", {"7.jpg": bytes(99999), "7.cls": b"1"})
-    with pytest.raises(UsageError, match=r"train-1\.tar: changed since its index was written"):
-        part[6]
+    for index, name in ((0, "train-0"), (6, "train-1")):
+        with pytest.raises(UsageError, match=rf"{name}\.tar: changed since its index was written"):
+            part[index]
     (shards / "train-2.tar").rename(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written, or gone"):
         part[11]

@@ -1,9 +1,7 @@
 """A web server of files for tests: web.py FOLDER [MS]. It prints its port, and waits MS before each answer.
 
-The first part of a path says how it answers.
-
-/good/ as it should be, with parts of files; /busy/ with an error at every eighth request; /cut/ with half of the
-body at every eighth; /whole/ with whole files only.
+By the first part of a path: /good/ as it should be, with parts of files; /busy/ with an error at every eighth
+request; /cut/ with half of the body at every eighth; /whole/ with whole files only.
 """
 
 import http.server

@@ -1,7 +1,4 @@
-"""A fake of ngrok's agent: it has the same local API and log on stdout, and opens no tunnel.
-
-AGENT_NOTES is the file for what it receives.
-"""
+"""A fake of ngrok's agent, with its local API and log, and no tunnel; AGENT_NOTES is the file for what it gets."""
 
 import json
 import os

@@ -329,6 +329,8 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
         assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
     collects = "def evaluation_step(self, model, b, n):\n self.seen.append(model(b))"
     assert [[line for line, _ in check_plugins.faults(collects, False, two)] for two in (True, False)] == [[2], []]
+    late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
+    assert [line for line, _ in check_plugins.faults(f"{late}\ndef train_step(self, x):\n [*x]", False)] == [2, 4, 6]
     assert check_plugins.counters("def __getitem__(self, index): self.seen += 1") == {"seen"}
 
 
@@ -635,13 +637,15 @@ class Keeps(trainer.Trainer):
         return loss
 
     def on_evaluation(self, split, figures):
-        self.schedule["start"] *= 0.5
+        self.schedule["start"], self.ended = self.schedule["start"] / 2, self.state.step // self.total_steps
         self.loaders["train"].dataset.level = lib.arch.level = self.state.step
         of_subset = self.loaders["train"].dataset.dataset  # by -overfit
         of_subset.transform, of_subset.sampler = lambda image: image, [self.state.step]
 
 
-KEPT = [f"trainer.{name}" for name in "arrays average batches_of draws history last phase running schedule".split()]
+KEPT = [
+    f"trainer.{name}" for name in "arrays average batches_of draws ended history last phase running schedule".split()
+]
 UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "sampler", "transform")
 OF_SAMPLES = [f"the {split} samples' {name} {UNSEEN}" for split in ("train", "val") for name in OWN]
 COUNTS = [f"{__name__}.{name}" for name in "COUNTED Everywhere.calls Everywhere.optimizer_step Helper.level".split()]
@@ -672,9 +676,13 @@ class Momentum(Distils):
         if self.state.step > 2:
             torch.manual_seed(self.world.rank)
             distributed.all_reduce_max([0.0], self.world)
+        loss = super().training_step(batch)
+        loss.register_hook(self.move)
+        return loss
+
+    def move(self, _):  # in the backward pass
         for mine, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
             mine.data = mine.data.lerp(new.data, 0.1 * (self.state.step > 2))
-        return super().training_step(batch)
 
 
 @pytest.mark.parametrize(("more", "count"), [("-cpu 1", 6), ("-cpu 2", 7), ("-cpu 2 -deterministic no", 6)])
