@@ -244,7 +244,7 @@ def inherited_places() -> dict[int, int]:
     places = {}
     for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir())[:MOST_FILES]:
         with contextlib.suppress(OSError):
-            is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+            is_read = not fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_WRONLY | os.O_APPEND)
             if number > 2 and is_read and stat.S_ISREG(os.fstat(number).st_mode):
                 places[os.dup(number)] = os.lseek(number, 0, os.SEEK_CUR)
     return places
