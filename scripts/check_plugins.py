@@ -184,7 +184,9 @@ def _read_ahead(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     is_seeded = "seeding." in ast.unparse(function)
     if function.name == "train_step" and len(function.args.args) > 1 and not is_seeded:
         given = function.args.args[1].arg
-        read = [one.iter for one in ast.walk(function) if isinstance(one, ast.For | ast.comprehension)]
+        loops = [one for one in ast.walk(function) if isinstance(one, ast.For) and not _calls_own(one)]
+        loops += [one.generators[0] for one in ast.walk(function) if isinstance(one, ast.ListComp)]
+        read = [one.iter for one in loops]
         read += [one.value for one in ast.walk(function) if isinstance(one, ast.Starred)]
         read += [arg for call in _calls(function) if _name(call) in ("list", "tuple") for arg in call.args]
         for one in [one for one in read if given in re.findall(r"\w+", ast.unparse(one))]:
@@ -196,11 +198,17 @@ def _read_late(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines of a step that uses what logging and saving fill or empty."""
     uses = [*ast.walk(function)] if function.name in IN_STEP else []
     last = [one.value for one in uses if isinstance(one, ast.Subscript) and ast.unparse(one.slice) == "-1"]
+    last += [one.value for one in uses if isinstance(one, ast.Attribute) and one.attr == "append"]
     for one in [one for one in uses if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)]:
         text = ast.unparse(one)
         if re.fullmatch(r"self\.(state\.(grad_norm|bad_\w+)|pending_(losses|norms))", text) and one not in last:
             advice = "keep your own in a saved buffer; self.pending_losses[-1] has this step's losses"
             yield one.lineno, f"{text} depends on when the run logs and saves: {advice}"
+
+
+def _calls_own(node: ast.AST) -> bool:
+    """Whether a method of `self`, or a backward pass, is called in this node."""
+    return any(ast.unparse(call.func).startswith("self.") or _name(call) == "backward" for call in _calls(node))
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:

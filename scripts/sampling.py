@@ -79,10 +79,13 @@ class LengthSampler(Sampler):
     def __iter__(self) -> Iterator[int]:
         drawn = torch.randperm(len(self)) if self.sampler is None else torch.tensor([*self.sampler])
         whole, rest = drawn.tensor_split([len(drawn) - len(drawn) % self.batch_size])
-        windows = whole.split(self.batch_size * self.window)
-        steps = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in windows]).split(self.batch_size)
-        mixed = [steps[number] for number in torch.randperm(len(steps))] if len(whole) else []
-        yield from torch.cat([*mixed, rest[self.lengths[rest].argsort(stable=True)]]).tolist()
+        steps = []
+        for part in whole.split(self.batch_size * self.window) if len(whole) else ():
+            ordered = part[self.lengths[part].argsort(stable=True)]
+            copies = int(part.unique(return_counts=True)[1].max())  # go to as many steps
+            steps += [few.view(self.batch_size, -1).T for few in ordered.split(self.batch_size * copies)]
+        mixed = torch.cat(steps)[torch.randperm(sum(map(len, steps)))].flatten() if steps else whole
+        yield from torch.cat([mixed, rest[self.lengths[rest].argsort(stable=True)]]).tolist()
 
 
 class Mixture(ConcatDataset):
@@ -122,8 +125,7 @@ class Mixture(ConcatDataset):
             own = torch.ones(len(part), dtype=torch.float64) if own is None else own
             weights.append(own * (shares[name] / own.sum()))
         groups = torch.arange(len(parts)).repeat_interleave(torch.tensor([*map(len, parts.values())]))
-        self.weights = torch.cat(weights)
-        self.sampler = SystematicSampler(self.weights, samples or len(self), groups)
+        self.sampler = SystematicSampler(torch.cat(weights), samples or len(self), groups)
         if all(hasattr(part, "sample_name") for part in parts.values()):
             self.sample_name = self._sample_name
         marks = [option(part, "fingerprint") for part in parts.values()]
@@ -171,29 +173,32 @@ class Mixture(ConcatDataset):
 
 def add_sampler(dataset: Any, args: Namespace) -> None:
     """Let the training samples be drawn by their classes (-balance), their `weights` and their `lengths`."""
-    if args.balance or not isinstance(dataset, Mixture):  # whose sampler goes by its parts' weights
-        draw_by_weights(dataset, args)
+    is_mixture = isinstance(dataset, Mixture)  # whose sampler goes by its parts' weights
+    if args.balance or (fetch.lists(dataset, "weights") and not is_mixture):
+        set_weight_sampler(dataset, args)
     if fetch.lists(dataset, "lengths"):
-        said = sort_by_length(dataset)
+        said = set_length_sampler(dataset)
         vars(dataset)["log_lines"] = [*option(dataset, "log_lines", ()), f"the training samples: {said}"]
 
 
-def sort_by_length(dataset: Any) -> str:
+def set_length_sampler(dataset: Any) -> str:
     """Let those of the training samples that a step takes have similar `lengths`. Returns what the log says of it."""
     sampler = option(dataset, "sampler")
     if not isinstance(sampler, SystematicSampler | None):
         return "their lengths are not used next to a sampler"
     try:
         lengths = of_samples(dataset, ("lengths",))
-    except UsageError as error:  # something else of that name
+    except (UsageError, RuntimeError) as error:  # something else of that name
         return f"their lengths are not used ({error})"
     if lengths is None or lengths.ndim > 1:
-        return "their lengths are not used: not one number for each"
-    dataset.sampler = LengthSampler(lengths, sampler)
+        return (
+            f"their lengths are not used: {'only a part has some' if lengths is None else 'not one number for each'}"
+        )
+    dataset.sampler = LengthSampler(lengths.double().cpu(), sampler)
     return "those of a step have similar lengths"
 
 
-def draw_by_weights(dataset: Any, args: Namespace) -> None:
+def set_weight_sampler(dataset: Any, args: Namespace) -> None:
     """Let the training samples be drawn by their classes, under -balance, or by their `weights`."""
     weights, groups, has_sampler = weights_of(dataset), None, option(dataset, "sampler") is not None
     if args.balance and (not args.shuffle or has_sampler or weights is not None):

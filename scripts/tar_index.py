@@ -263,7 +263,7 @@ def name_of(shard: str) -> str:
 
 def is_pattern(data: str) -> bool:
     """Whether -data names the shards themselves, as DIR/{train,val}-{0000..0127}.tar, and not their folder."""
-    return data.endswith(".tar")
+    return data.lower().endswith(".tar")
 
 
 def expand(pattern: str) -> list[str]:

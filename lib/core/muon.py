@@ -9,8 +9,7 @@ from lib.utils.checkpoint.shards import copy_whole, is_sharded
 class Muon(torch.optim.Muon):
     """torch's, also for matrices that FSDP shards: their update needs all rows, so each is gathered in turn.
 
-    K. Jordan, Muon: an optimizer for hidden layers in neural networks, 2024; J. Liu et al., Muon is scalable for LLM
-    training, arXiv:2502.16982.
+    K. Jordan, Muon (a blog, 2024); J. Liu et al., Muon is scalable for LLM training, arXiv:2502.16982 (2025).
     """
 
     @torch.no_grad()

@@ -60,7 +60,7 @@ class Checks:
         self.fixed: dict[str, str] = {}  # of what the first step changed, and of tensors: what has not changed since
         self.before: dict[str, str] = {}  # the same of the start that saved the checkpoint
         self.agreed = 0  # the last step at which the ranks had the same weights
-        self.count = 0  # of the steps at which there was a check
+        self.count = 0  # of the checks before a save
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
 
@@ -127,7 +127,7 @@ class Checks:
         known = {one for optimizer in self.trainer.all_optimizers for one in optimizer.state}
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
-        self.count += state.step != self.agreed  # and not of the save after an evaluation
+        self.count += saves
         is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # 1 to 8, later each 4th
         now = plain_values(self.trainer) if saves and self.values and is_turn else {}
         same = {name: mark for name, mark in now.items() if mark is not None and mark == self.values.get(name)}

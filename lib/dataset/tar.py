@@ -66,7 +66,7 @@ class Shards(folder.Images):
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
         """Return a sample's name, and its files by ending. Raises OSError, or UsageError if the shard changed."""
-        return tar_index.read_files(self.read_bytes(index), self.place(index)[0], int(self.labels[index]))
+        return tar_index.read_files(self.read_bytes(index), self.place(index)[0], int(self.files[index]["label"]))
 
     def read_bytes(self, index: int) -> bytes:
         """Return the bytes of a sample's files, with their headers. Raises OSError, or UsageError if one is gone."""

@@ -209,7 +209,8 @@ class Fetch(Dataset):
     def shared_file(self) -> UsageError | None:
         """Return what is wrong if a worker process has read from a file that others have open as well."""
         for number, place in self.places.items():
-            if os.lseek(number, 0, os.SEEK_CUR) not in (place, os.fstat(number).st_size):  # where logs are written
+            end = os.fstat(number).st_size if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_RDWR else sys.maxsize
+            if place != os.lseek(number, 0, os.SEEK_CUR) < end:  # at the end of one that is written, as a log
                 fault = f"{Path(f'/dev/fd/{number}').readlink()} was open before the loader processes began"
                 return UsageError(f"{fault}, and they share its place: open it at first use, in __getitem__")
         return None
