@@ -70,7 +70,7 @@ class LengthSampler(Sampler):
         self.lengths, self.sampler, self.window, self.batch_size = lengths, sampler, window, len(lengths)
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Take the number of samples of a step, once it is known; what tells data apart is drawn before."""
+        """Take the number of samples of a step. Orders for the digests of the data are drawn before, without it."""
         self.batch_size = batch_size
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class LengthSampler(Sampler):
         steps = []
         for part in whole.split(self.batch_size * self.window) if len(whole) else ():
             ordered = part[self.lengths[part].argsort(stable=True)]
-            copies = int(part.unique(return_counts=True)[1].max())  # go to as many steps
+            copies = int(part.unique(return_counts=True)[1].max())  # of one sample: each comes in another step
             steps += [few.view(self.batch_size, -1).T for few in ordered.split(self.batch_size * copies)]
         mixed = torch.cat(steps)[torch.randperm(sum(map(len, steps)))].flatten() if steps else whole
         yield from torch.cat([mixed, rest[self.lengths[rest].argsort(stable=True)]]).tolist()
