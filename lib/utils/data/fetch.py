@@ -137,17 +137,20 @@ class Fetcher:
                 iter(self.loader)  # before this process reads: forked ones would share a file that it has open
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield the micro-batches in order, each with its collated samples."""
+        """Yield the micro-batches in order, each with its collated samples. Another call may come between two."""
         source = "this process" if self.loader is None else f"{self.loader.num_workers} loader processes (-workers)"
-        waiting = f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}"
-        watchdog.begin(waiting)
-        self.fetch.requests = ((epoch, micro_batch) for micro_batch in micro_batches)
-        answers = map(self.fetch.__getitem__, self.fetch) if self.loader is None else iter(self.loader)
-        for micro_batch, batch in answers:
-            if isinstance(batch, UsageError):
-                raise batch
-            yield micro_batch, batch
-            watchdog.begin(waiting)
+        rest, answers, requests = iter(micro_batches), iter(()), None
+        while True:
+            watchdog.begin(f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}")
+            if self.fetch.requests is not requests:  # at first, and after another call, which the workers served
+                rest, requested = itertools.tee(rest)
+                self.fetch.requests = requests = ((epoch, one) for one in requested)
+                answers = map(self.fetch.__getitem__, self.fetch) if self.loader is None else iter(self.loader)
+            if (answer := next(answers, None)) is None:
+                return
+            if isinstance(answer[1], UsageError):
+                raise answer[1]
+            yield next(rest), answer[1]
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
@@ -167,7 +170,7 @@ class Fetch(Dataset):
         self.seed, self.length = seed, len(dataset)
         self.by_epoch = [one for one in nested(dataset) if hasattr(one, "set_epoch")][::-1]  # the whole comes last
         self.places: dict[int, int] = {}  # of a worker process: inherited_places
-        self.requests: Iterable[tuple[int, MicroBatch]] = ()  # what to fetch in the next epoch
+        self.requests: Iterable[tuple[int, MicroBatch]] = ()  # of the epoch that is read
         self.collate_fn = collate_fn or option(dataset, "collate_fn") or default_collate
 
     def __iter__(self) -> Iterator[tuple[int, MicroBatch]]:

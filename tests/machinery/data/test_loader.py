@@ -45,7 +45,6 @@ def new_loader(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0,
 
 
 def all_shares(plan, ranks, epoch=0, first_step=0, **options):
-    """The micro-batches of every rank."""
     all_ranks = [new_loader(range(plan.samples), plan, rank, ranks, **options) for rank in range(ranks)]
     return [list(one.micro_batches(epoch, first_step)) for one in all_ranks]
 
@@ -161,12 +160,21 @@ def test_a_batch_has_the_samples_of_its_key_for_any_kind_of_dataset(dataset, wor
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 3])
-def test_an_epoch_that_is_left_early_does_not_affect_the_next(workers):
-    one = new_loader(list(range(50)), Plan(50, 8, 4), 0, workers=workers)
-    for epoch, count in ((0, 3), (1, 0), (2, 13)):
-        seen = [number for _, batch in itertools.islice(one.epoch(epoch), count) for number in batch.tolist()]
-        assert seen == truth.order(50, epoch=epoch)[: 4 * count]
-    assert sorted(number for _, batch in one.epoch(3) for number in batch.tolist()) == list(range(50))
+def test_an_epoch_that_is_left_early_affects_neither_the_next_nor_one_around_it(workers):
+    one, around = new_loader(list(range(50)), Plan(50, 8, 4), 0, workers=workers), []
+
+    def check(epoch, count):
+        batches = itertools.islice(one.epoch(epoch), count)
+        assert [row for _, batch in batches for row in batch.tolist()] == truth.order(50, epoch=epoch)[: 4 * count]
+
+    check(0, 3)
+    for number, (_, batch) in enumerate(one.epoch(1)):
+        around += batch.tolist()
+        if number in (0, 1, 5, 12):  # at the last one, nothing of it is left to read
+            check(2, number + 1)
+    assert around == truth.order(50, epoch=1)
+    check(3, 0)
+    check(4, 13)
 
 
 def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
@@ -201,7 +209,6 @@ class Whole(Items):
 
 
 def random_samples(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
-    """The random samples of an epoch, by index."""
     found = {}
     for rank in range(ranks):
         one = new_loader(dataset, Plan(30, 8, 2), rank, ranks, seed=seed, workers=workers)
@@ -262,10 +269,9 @@ def test_a_dataset_knows_its_epoch_and_on_device_draws_the_same_on_any_number_of
     parts = [Subset(Curriculum(), range(7)), Subset(Curriculum(), range(7, 12))]
     dataset = {"whole": Curriculum(), "subset": Subset(Curriculum(), range(12)), "joined": ConcatDataset(parts)}[kind]
     dataset.on_device = fetch.nested(dataset)[-1].on_device
-    plan = Plan(12, 8, 2)
     found = []
     for ranks in (1, 2, 3):
-        loaders = [new_loader(dataset, plan, rank, ranks, workers=workers) for rank in range(ranks)]
+        loaders = [new_loader(dataset, Plan(12, 8, 2), rank, ranks, workers=workers) for rank in range(ranks)]
         done = [pair for one in loaders for epoch in (0, 1) for pair in one.epoch(epoch, epoch) if pair[0].count]
         for one in loaders:
             one.fetcher.close()
