@@ -49,7 +49,7 @@ class Buffers:
     def before(self, micro_batch: MicroBatch) -> None:
         """Prepare for the forward pass of a micro-batch."""
         if micro_batch.first:
-            self.starts = [buffer.clone() for buffer in _read(self.statistics)]
+            self.starts = self.copies()
         else:
             self.restore()
 
@@ -61,7 +61,11 @@ class Buffers:
 
     def after(self) -> None:
         """Note what the forward pass made of the statistics: a backward pass may compute blocks again."""
-        self.ends = [buffer.clone() for buffer in _read(self.statistics)]
+        self.ends = self.copies()
+
+    def copies(self) -> list[Tensor]:
+        """Return copies of the statistics."""
+        return [buffer.clone() for buffer in _read(self.statistics)]
 
     def shares(self, micro_batch: MicroBatch) -> list[Tensor]:
         """Return what the micro-batches add up: a float's share or a count's growth, and whether it changed."""

@@ -7,7 +7,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections import Counter
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
         for part in (parts if args.compile == "blocks" else []) or [model]:
-            part.forward = torch.compile(part.forward)
+            own = vars(part).get("forward")  # a bound method's copy computes with the weights of the part's copy
+            part.forward = torch.compile(own) if own else MethodType(torch.compile(type(part).forward), part)
     if "torch._dynamo" in sys.modules:  # get_model may compile, too
         _configure_compiler(engine)
     if args.recompute and not parts:
@@ -75,9 +76,8 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     if world.size == 1:
         return model
     # It compares the models of all ranks, and gives them rank 0's values.
-    devices = None if world.device.type == "cpu" else [world.device]
     options = {"find_unused_parameters": args.find_unused, "gradient_as_bucket_view": engine == "stock"}
-    wrapped = DistributedDataParallel(model, devices, **options)
+    wrapped = DistributedDataParallel(model, None if world.device.type == "cpu" else [world.device], **options)
     vars(wrapped)["trained"] = [one for one in model.parameters() if one.requires_grad]  # which it will sum
     if engine == "exact" and getattr(wrapped, "_comm_hooks", ()):
         raise UsageError("DDP's communication hook has no effect in the exact engine: take -deterministic no")

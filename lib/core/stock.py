@@ -29,7 +29,7 @@ class Engine:
             raise UsageError("a DistributedDataParallel is in another: parallel.wrap has made one already")
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
             raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
-        self.sums = False  # whether DDP sums in this pass
+        self.recomputes, self.sums = args.recompute, False  # sums: whether DDP sums in this pass
         self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
         self.by_ddp: set[nn.Parameter] = set()
         self.reached: set[nn.Parameter] = set()  # by this backward pass
@@ -50,11 +50,10 @@ class Engine:
             module.require_backward_grad_sync = micro_batch.last  # as no_sync() sets it
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
-        """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.
-
-        Raises UsageError in the last pass if DDP could not see all parameters: replicas would part without a word.
-        """
+        """Compute the gradients of a share of the loss. In the last pass DDP sums them, else UsageError says why."""
+        self.buffers.starts = self.buffers.copies() if self.recomputes else []
         (loss * self.loss_scale).backward()
+        self.buffers.restore()  # which the second forward pass of a block (-recompute) has changed again
         if micro_batch.first:
             self.figures = figures.new_zeros(micro_batch.step_parts, 2)
         if micro_batch.count:

@@ -1,5 +1,6 @@
 """DDP, FSDP2 and one process train alike and load each other's checkpoints, with any usual model."""
 
+import copy
 import multiprocessing
 import os
 import shutil
@@ -102,10 +103,19 @@ def float32_net():
     return net
 
 
-def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):
+@pytest.mark.parametrize("engine", ["", "-deterministic no"])
+def test_recomputing_changes_no_bit_and_updates_batchnorm_once(engine, tmp_path):
     """Dropout draws the same mask again, and BatchNorm's running statistics are updated once."""
-    plain, again = (weights(run(tmp_path, f"{NORM} {flag} -model a{flag}")) for flag in ("", "-recompute"))
+    plain, again = (weights(run(tmp_path, f"{NORM} {engine} {flag} -model a{flag}")) for flag in ("", "-recompute"))
     assert same_tensors(plain, again)
+
+
+def test_a_copy_of_a_compiled_model_has_its_own_weights(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: lambda *inputs: function(*inputs))
+    model = parallel.wrap(nn.Linear(2, 2), config.parse_args(["-compile", "model"]), World())
+    teacher = copy.deepcopy(model)
+    nn.init.zeros_(model.weight)
+    assert not torch.equal(teacher(torch.ones(1, 2)), model(torch.ones(1, 2)))
 
 
 @needs.require("" if shutil.which("g++") else "needs a C++ compiler: apt-get install g++")
