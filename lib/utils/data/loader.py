@@ -69,11 +69,11 @@ class Loader:
             mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)
             rounds = math.ceil(len(parts) / self.world.size)  # the same on all ranks: each joins every collective
             for turn in range(rounds):
-                padding = turn >= len(mine)  # computed like the others, counted as 0 samples
-                places = parts[-1][:2] if padding else parts[mine[turn]]  # BatchNorm needs two samples
+                padding = turn >= len(mine)  # the step's last part once more: its gradient is as finite
+                places = parts[-1] if padding else parts[mine[turn]]
                 yield MicroBatch(
                     step=step,
-                    number=len(parts) if padding else mine[turn],
+                    number=parts.index(places),
                     indices=indices[places.start : places.stop].tolist(),
                     count=0 if padding else len(places),
                     step_samples=parts[-1].stop - parts[0].start,

@@ -64,7 +64,7 @@ class MicroBatch:
     """One micro-batch of this rank: where it stands in the run, and its samples."""
 
     step: int  # of the epoch
-    number: int  # within the step, over all ranks
+    number: int  # within the step, over all ranks; of padding the last one's, of which it is a copy
     indices: list[int]  # of its samples; higher by the length of the dataset each time that one comes again
     count: int  # samples that count; 0 for padding
     step_samples: int  # samples of the whole step, over all ranks
