@@ -21,7 +21,13 @@ from lib.utils.errors import suggest
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
 WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
-ADDING, EMPTY = {"append", "extend"}, {"[]", "{}", "None", "()"}
+ADDING, EMPTY = {"append", "extend", "update", "add", "add_", "index_add_", "push", "put"}, {"[]", "{}", "None", "()"}
+LOOPS = (ast.For, ast.While)
+METHODS = {"evaluate", "validate", "save", "evaluate_best", "whole_weights"}  # which all processes call together
+COLLECTIVE = METHODS | {"all_reduce", "all_gather", "all_gather_object", "gather", "broadcast", "barrier"}
+GATHER = "evaluates: return Ratio(sum, count), or gather it in on_evaluation, without padding (count 0)"
+OF_A_SHARE = {"evaluation_step": GATHER, "compute_metrics": GATHER}  # methods that see samples of one process
+OF_A_SHARE |= {"training_step": "trains on: a log_scalar() in training_step counts that of all"}
 IN_STEP = set("train_step training_step optimizer_step clip_gradients due_optimizers set_learning_rate".split())
 ADVICE = "changes with the number of micro-batches and processes"
 
@@ -48,12 +54,18 @@ def warn(trainer: Any) -> None:
         is_logged = re.search(r"\.training_step\(|train_metrics", step) or "training_step" not in overrides
         if trainer.args.train_metrics and not is_logged:
             log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
+        update = _source(kinds[0].optimizer_step)
+        clips = re.search(
+            r"clip_grad\b|clip_gradients|(?<!def )optimizer_step\(|self\.(?!due_optimizers)\w+\(", update
+        )
+        if trainer.args.clip_grad and update and not clips:
+            log.warning("-clip_grad: this optimizer_step clips nothing: let it call self.clip_gradients(due)")
         # Of what is ignored, the trainer's own loss knows, too; of what passes keep, the checkpoints.
         known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
         known |= {"targets"} if "count_targets" in overrides else set()
         known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
         is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
-        for module in {sys.modules[kind.__module__] for kind in {*own, *parts}}:
+        for module in {sys.modules[kind.__module__] for kind in {*own, *parts, base}}:
             is_own = OURS.match(getattr(module, "__file__", None) or "")
             if is_own and module.__name__ != "lib.core.loss":  # whose sum is divided elsewhere
                 for line, fault in faults(_source(module), is_cut, is_shared, known):
@@ -75,6 +87,7 @@ def faults(
     tree = ast.parse(source)
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
     methods = {one.name for one in functions} - {"evaluation_step"}
+    gathers = re.search(r"\bdist\w*\.\w*(gather|reduce)|\.reduce\(|\bfunc\w*\.all_reduce", source)
     for function in functions:
         if function.name == "evaluation_step" and len(function.args.args) > 1:
             names = {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
@@ -82,10 +95,12 @@ def faults(
             if not names & {function.args.args[1].arg, "model", *methods}:
                 fault = "evaluation_step uses another model than the one that is kept: see evaluated_weights"
                 yield function.lineno, fault
-            if is_shared and not re.search("gather|all_reduce", source) and "is_main" not in ast.unparse(function):
-                for line, name in _collected(function):
-                    advice = "return Ratio(sum, count), or gather it in on_evaluation"
-                    yield line, f"self.{name} has what this process alone evaluates: {advice}"
+        if is_shared:
+            if function.name in OF_A_SHARE and not gathers and "is_main" not in ast.unparse(function):
+                for line, name in _collected(function, functions):
+                    yield line, f"self.{name} has what this process alone {OF_A_SHARE[function.name]}"
+            yield from _own_loops(function)
+            yield from _on_main_alone(function)
         if function.name == "training_step":
             for call in _calls(function):
                 if "clip_grad_" in _name(call):
@@ -135,13 +150,64 @@ def counters(source: str) -> set[str]:
     return {name for one in sums for name in _attributes(one.target, ast.expr_context)}
 
 
-def _collected(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
-    """Yield lines and attributes of `self` that something is added to, but for numbers that count calls."""
-    added = [one for one in ast.walk(function) if isinstance(one, ast.AugAssign)]
-    sums = [(one.lineno, one.target) for one in added if not isinstance(one.value, ast.Constant)]
-    for line, target in sums + [(one.lineno, one.func) for one in _calls(function) if _name(one) in ADDING]:
-        for name in _attributes(target, ast.expr_context):
-            yield line, name
+def _collected(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> Iterator[tuple[int, str]]:
+    """Yield lines and attributes of `self` that something is added to, but for numbers that count calls.
+
+    `functions`: all of the file; those that this one calls count as well. What reset() empties is of one call.
+    """
+    called = {_name(one) for one in _calls(function) if ast.unparse(one.func) == f"self.{_name(one)}"}
+    nodes = [*ast.walk(function), *(node for one in functions if one.name in called for node in ast.walk(one))]
+    emptied = {"metrics"}  # the trainer's, which are summed over all processes
+    for one in [one for one in nodes if isinstance(one, ast.Call) and _name(one) == "reset"]:
+        emptied |= _attributes(one.func, ast.expr_context)
+    for one in sorted(nodes, key=lambda one: getattr(one, "lineno", 0)):
+        for target in _adds_to(one):
+            for name in sorted(_attributes(target, ast.expr_context) - emptied):
+                yield one.lineno, name  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _adds_to(node: ast.AST) -> list[ast.expr]:
+    """Return what a node adds something to: an entry, a sum, or an object by a method as append."""
+    if isinstance(node, ast.Assign):
+        return [one.value for one in node.targets if isinstance(one, ast.Subscript)]
+    if isinstance(node, ast.AugAssign):
+        if isinstance(node.target, ast.Subscript):
+            return [node.target.value]
+        return [] if isinstance(node.value, ast.Constant) else [node.target]  # a number that counts calls
+    if isinstance(node, ast.Call) and _name(node) in ADDING:
+        given = [*node.args, *(one.value for one in node.keywords)]
+        return [node.func] if any(not isinstance(one, ast.Constant) for one in given) else []
+    return []
+
+
+def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield lines of loops over a loader's first batches, or that never ask whether one is padding."""
+    for loop in [one for one in ast.walk(function) if isinstance(one, ast.For)]:
+        if not any(_name(one) == "epoch" and "loaders" in ast.unparse(one.func) for one in _calls(loop.iter)):
+            continue
+        inner = {
+            id(each) for one in ast.walk(loop) if one is not loop and isinstance(one, LOOPS) for each in ast.walk(one)
+        }
+        ends = [one for one in ast.walk(loop) if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Break)]
+        ends = [one for one in ends if id(one) not in inner and "stop" not in ast.unparse(one.test)]
+        if ends or "islice" in ast.unparse(loop.iter):
+            yield (
+                loop.lineno,
+                "the first batches are others on each number of processes: take a Subset in get_dataset",
+            )
+        elif not re.search(r"\.count\b|train_step", ast.unparse(function)):
+            fault = "a process may get a step's last micro-batch once more, as padding"
+            yield loop.lineno, f"{fault}: leave it out if micro_batch.count is 0"
+
+
+def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield lines where one process alone calls what all must call together: it would wait for the others."""
+    for one in [one for one in ast.walk(function) if isinstance(one, ast.If)]:
+        if re.search(r"\b(is_main|is_writer|rank == 0)\b|not [\w.]*\brank\b", ast.unparse(one.test)):
+            for call in [call for statement in one.body for call in _calls(statement)]:
+                text = ast.unparse(call.func)
+                if _name(call) in COLLECTIVE and re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text):
+                    yield call.lineno, f"{text} waits for all processes: call it on each"
 
 
 def _handed_on(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> Iterator[tuple[int, str]]:

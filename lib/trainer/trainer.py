@@ -68,6 +68,8 @@ class Trainer:
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, args.keep_last, args.keep_hours)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
+        self.must_wait = False  # whether saves wait, as a start from one now would call on_evaluation again
+        self.pending_saves = []  # of each that waits: whether to keep it
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
         self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
 
@@ -199,7 +201,8 @@ class Trainer:
             given = {**batch} if isinstance(batch, Mapping) else batch
             with self.checks.watch_pass(micro_batch):
                 loss = self.call_training_step(batch, micro_batch)  # which may mask targets
-                self.backward(loss, micro_batch, self.count_targets(given, micro_batch.count))
+                count = self.count_targets(given, micro_batch.count) if micro_batch.count else 0
+                self.backward(loss, micro_batch, count)
             if micro_batch.last:
                 break
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
@@ -281,8 +284,7 @@ class Trainer:
         norm = self.clip_gradients(due)
         for optimizer in due:
             optimizers.step(optimizer, self.scaler, norm)
-        if due:
-            self.scaler.update()
+        self.scaler.update()
         return norm
 
     def due_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -291,7 +293,7 @@ class Trainer:
 
     def clip_gradients(self, due: list[torch.optim.Optimizer]) -> Tensor:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
-        for optimizer in due if self.scaler.is_enabled() else ():
+        for optimizer in self.all_optimizers if not self.is_unscaled else ():
             self.scaler.unscale_(optimizer)
         self.is_unscaled = True
         return optimizers.clip(optimizers.parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
@@ -317,11 +319,13 @@ class Trainer:
         if state.step % self.plan.steps == 0:
             state.sums = {}
             seeding.seed(seeding.STEP, self.args.seed, state.step, 1, device=self.world.device)
-            self.is_whole = False
+            self.is_whole, self.must_wait = False, True
             self.on_epoch_end()
         self.is_whole = True
-        if save or self.is_done():
-            self.save(keep=bool(milestone))
+        self.must_wait = False
+        if save or self.pending_saves or self.is_done():
+            self.save(keep=bool(milestone) or True in self.pending_saves)
+            self.pending_saves.clear()
 
     def is_due(self, every: str) -> bool:
         """Return whether what comes every N steps or epochs, or as a save every N minutes, is due after this step."""
@@ -383,11 +387,13 @@ class Trainer:
 
     def validate(self) -> None:
         """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
+        self.read_losses()
         state, found = self.state, {}
         for split in self.val_splits:
-            self.may_stop = True
+            # A subclass's may change weights meanwhile: then a stop waits for its end.
+            self.is_whole = self.may_stop = type(self).evaluate is Trainer.evaluate
             found[split] = self.evaluate(split)
-            self.may_stop = False
+            self.is_whole, self.may_stop = True, False
             self.logger.log_evaluation(state, split, found[split])
         best = None
         if found:
@@ -402,7 +408,7 @@ class Trainer:
                 raise
         is_second = just_in_time.has_whole_state(self) and self.world.rank == self.world.size - 1  # if rank 0 is lost
         kept = self.whole_weights(self.world.is_writer or is_second) if best and not self.weights_fault() else None
-        self.is_whole, state.validated = False, state.step  # until what follows is done
+        self.is_whole, self.must_wait, state.validated = False, True, state.step  # until what follows is done
         state.evaluations += bool(found)
         if best and kept is not None:
             self.checkpoints.best = kept
@@ -424,8 +430,9 @@ class Trainer:
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
-            is_stopped, self.measured = False, self.checks.norms()
+            is_stopped, self.measured, of_training = False, self.checks.norms(), vars(self).get("micro_batch")
             for micro_batch, batch in self.loaders[split].epoch(0):
+                self.micro_batch = micro_batch
                 if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # need all ranks
                     count = self.count_targets(batch, micro_batch.count)
                     before = self.checks.count_collectives()
@@ -437,6 +444,7 @@ class Trainer:
                         totals.update(given, micro_batch.count)
                 if is_stopped := self.may_stop and self.stop.tick(training=False):
                     break
+        self.micro_batch = of_training
         self.engine.buffers.share()  # which the passes may have changed
         if is_stopped:
             raise preemption.Stopped
@@ -464,7 +472,10 @@ class Trainer:
                 module.training = training
 
     def save(self, keep: bool = False) -> None:
-        """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
+        """Begin a checkpoint, unless this moment has one; after on_evaluation and on_epoch_end. `keep`: for good."""
+        if self.must_wait:
+            self.pending_saves.append(keep)
+            return
         if self.saved == (self.state.step, self.state.evaluated) and not self.checkpoints.failures:
             return
         self.checks.run(saves=True)
@@ -524,7 +535,7 @@ class Trainer:
             raise RuntimeError(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
-        self.may_stop, best, found = True, self.state.best, {}
+        self.may_stop, best, found = type(self).evaluate is Trainer.evaluate, self.state.best, {}
         if best and (best["evaluation"] < self.state.evaluations or self.state.validated < self.state.step):
             found["test_best"] = self.evaluate_best()
         found["test"] = self.evaluate("test")
@@ -532,10 +543,7 @@ class Trainer:
         return found
 
     def finish(self, figures: dict[str, dict[str, float]] | None) -> str:
-        """Save for the last time, and write the final weights of a finished run. `figures`: of `evaluate_test`.
-
-        Returns "finished" or "stopped"; or "failed" if torchrun lost a node: it starts the run again on the others.
-        """
+        """Save for the last time, and write a finished run's weights. Returns "finished", "stopped", or "failed"."""
         finished = self.is_done() and figures is not None
         if finished:
             for split, values in {"train": metrics.means(self.metrics.reduce()), **(figures or {})}.items():
@@ -548,13 +556,14 @@ class Trainer:
         outcome = {"state": "finished" if finished else "stopped", **dataclasses.asdict(self.stop.cause)}
         outcome |= {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "evaluations", "best")}
         outcome |= {"test": {}, **(figures or {})}
-        if finished and self.state.step < self.total_steps:
-            last = outcome["best"]["epoch"]
-            outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
+        if finished and self.state.step < self.plan.total_steps:
+            outcome["reason"] = "is_done() or total_steps of this trainer"
+            if self.args.stop_after and (best := self.state.best):
+                outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {best['epoch']}"
         if self.world.is_writer:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once
         self.logger.close(outcome)
-        only_others = self.stop.cause.signal and self.stop.signalled_at is None  # got the signal: go on here
+        only_others = self.stop.cause.signal and self.stop.signalled_at is None  # torchrun goes on without their node
         return "failed" if only_others and distributed.is_elastic() and not finished else outcome["state"]

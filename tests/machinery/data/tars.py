@@ -26,7 +26,6 @@ def write(file: Path, members: dict, **options) -> None:
 
 
 def pairs(count: int, start: int = 0, path: str = "") -> dict:
-    """The files of samples of two classes in turn."""
     found = {}
     for number in range(start, start + count):
         name, label = f"{path}{number:04d}", number % 2

@@ -31,7 +31,6 @@ def describe(part, flags=""):
 
 
 def changed(part, other):
-    """The names of the facts that differ between two datasets."""
     before, now = describe(part), describe(other)
     return [name for name in now if before[name] != now[name]]
 
@@ -130,6 +129,8 @@ def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_
     val = Items([(torch.ones(64), 1)] * 20, collate_fn=lambda items: default_collate([*map(read, items)]))
     part = {"train": Items([read] * 20), "val": val}
     part["val_few"] = Items([lambda: (torch.full((64,), getattr(get_worker_info(), "id", 0.0) + 0.0), 1)] * 20)
+    rows = torch.ones(20, 64)  # in which reading makes holes
+    part["val_holes"] = Items([lambda row=row: (row.index_fill_(0, torch.randint(64, (9,)), 0), 1) for row in rows])
     with plugins(dataset={"own": lambda args: part}):
         folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2 -workers 2")
     for split in part:

@@ -173,7 +173,6 @@ def test_a_class_that_only_looks_like_one_of_train_is_shown_by_what_differs(tmp_
 
 
 def failing(monkeypatch, number: int, times: int) -> None:
-    """Let the next `times` openings of images fail."""
     real, left = Image.open, [times]
 
     def open_(*args, **options):
@@ -221,7 +220,6 @@ def test_overfit_takes_samples_of_all_classes(tmp_path):
 
 @pytest.fixture
 def damaged(tmp_path):
-    """Photos of which three cannot be read."""
     tiny_data.make_folder(tmp_path / "data")
     files = [tmp_path / "data" / name for name in ["train/ant/0.jpg", "train/bee/empty.png", "val/bee/text.jpg"]]
     files[0].write_bytes(files[0].read_bytes()[:300])

@@ -38,7 +38,6 @@ def shards(tmp_path_factory):
 
 @pytest.fixture
 def server(shards):
-    """The address of a web server, and its process."""
     command = [sys.executable, Path(__file__).with_name("web.py"), shards.parent]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}", process

@@ -42,7 +42,6 @@ def gives(numbers):
 
 
 def growing(part):
-    """A sampler that has more samples in each epoch."""
     takes = {"epoch": 0, "__len__": lambda self: 20 + self.epoch, "__iter__": lambda self: iter(range(len(self)))}
     return type("Grows", (Rotated,), takes)()
 

@@ -130,7 +130,6 @@ def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
 
 
 def changed(shards):
-    """The names of the index files, and when they were written."""
     return {file: file.stat().st_mtime_ns for file in (shards / "index").glob("*.npy")}
 
 

@@ -54,7 +54,6 @@ def background_jobs(code, out):
 
 @pytest.fixture(scope="module")
 def uninterrupted(slurm, out):
-    """A run that is not interrupted."""
     output = slurm.train(f"-slurm -slurm_nnodes 2 -cpu 2 -slurm_cpus 1 -dataset slow {LONG} -model calm")
     job = re.search(r"submitted: +job (\d+)", output)[1]
     assert f"{job}_0_log.out" in output and f"scancel {job}" in output
@@ -82,10 +81,9 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
 
 def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals, out):
     """One run is submitted by -slurm, one by the sbatch file with torchrun; each waits for the other one's start."""
-    wait = f"{LONG} -slow_wait 21"  # 12 readings at the start, and 9 in the training
-    log = f"--output={out}/by_file.log"
+    wait = f"{LONG} -slow_wait 23"  # 6 readings at the start, and 17 in the training
     flags = f"-dataset slow -cpu 1 {wait} -out {out} -model by_file".split()
-    command = "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch"
+    command = "sbatch", "--parsable", "-N2", f"--output={out}/by_file.log", "scripts/slurm/train.sbatch"
     output = two_signals.run(*command, *flags, PYTHON=sys.executable)
     jobs = {"by_slurm": two_signals.submit(f"-model by_slurm -cpu 1 {wait}"), "by_file": output.strip()}
     for name in jobs:
@@ -128,9 +126,8 @@ def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
     slurm.run("scancel", debug_job)
     assert slurm.wait_for_end(debug_job)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.log("debug_run")(), what=slurm.log("debug_run"))
-    log = f"--output={out}/debugged.log"
     flags = f"-dataset slow -cpu=2 -debug -out {out} -model no_training".split()  # more processes than CPUs
-    command = "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch"
+    command = "sbatch", "--parsable", "-N2", f"--output={out}/debugged.log", "scripts/slurm/train.sbatch"
     output = slurm.run(*command, *flags, PYTHON=sys.executable)
     debugged, wrong = output.strip(), slurm.submit("-model none -eval -cpu 1", nodes=1)
     assert slurm.wait_for_end(debugged)["JobState"] == "COMPLETED", slurm.log("debugged")()

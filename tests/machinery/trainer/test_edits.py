@@ -39,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 @pytest.fixture(scope="module")
 def plain(small_plugins, tmp_path_factory):
-    """The weights of a run without an edit."""
     return weights(run(tmp_path_factory.mktemp("plain"), f"{FLAGS} -cpu 1"))
 
 
@@ -49,7 +48,6 @@ def plain_net(args=None):
 
 
 def overriding(**methods):
-    """A trainer with these methods."""
     return type("Overrides", (trainer.Trainer,), methods)
 
 
@@ -329,6 +327,19 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
         assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
     collects = "def evaluation_step(self, model, b, n):\n self.seen.append(model(b))"
     assert [[line for line, _ in check_plugins.faults(collects, False, two)] for two in (True, False)] == [[2], []]
+    shares = """
+def compute_metrics(self, o, t):
+  self.keep(o); self.confusion[t, o] += 1
+def keep(self, o): self.meter.update(o)
+def evaluate(self, split):
+  for b in islice(self.loaders[split].epoch(0), 2): pass
+  for m, b in self.loaders[split].epoch(0):
+    if m.count > 3: break
+    if self.stop.agreed: break
+def on_evaluation(self, split, figures):
+  if self.world.is_main: self.save()
+"""
+    assert [line for line, _ in check_plugins.faults(shares, False, True)] == [3, 4, 6, 7, 11]
     late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
     assert [line for line, _ in check_plugins.faults(f"{late}\ndef train_step(self, x):\n [*x]", False)] == [2, 4, 6]
     assert check_plugins.counters("def __getitem__(self, index): self.seen += 1") == {"seen"}
@@ -379,8 +390,42 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 
 
-def test_an_evaluation_has_no_padding(tmp_path):
-    with plugins(trainer={"own": acting("evaluation_step", lambda self, model, batch, count: 1 // count)}):
+class Zeroed(trainer.Trainer):
+    """Is stopped in its first evaluation, which changes a weight meanwhile; saves after each one, ends by itself."""
+
+    stops = True
+
+    def evaluate(self, split):
+        weight = self.model[1].weight.data
+        kept = weight.clone()
+        weight.zero_()
+        if Zeroed.stops:
+            self.stop.request_stop("a test")
+        Zeroed.stops = False
+        figures = super().evaluate(split)
+        weight.copy_(kept)
+        return figures
+
+    def on_evaluation(self, split, figures):
+        self.save(keep=True)
+
+    def is_done(self):
+        return self.state.evaluated and self.state.step >= 8
+
+
+def test_saves_around_evaluations_are_of_the_weights_and_the_moment_before_or_after_them(tmp_path):
+    with plugins(trainer={"zeroed": Zeroed}, arch={"plain": plain_net}):
+        flags = f"{FLAGS} -arch plain -trainer zeroed -cpu 1 -eval_every 3steps -save_every 9epochs"
+        folders = [run(tmp_path, f"{flags} -model stopped", wanted=75) and run(tmp_path, f"{flags} -model stopped")]
+        folders += [run(tmp_path, flags)]
+    saved = [state.read_manifest(folders[1] / "checkpoints" / name)["state"] for name in names(folders[1])]
+    assert [(one["step"], one["evaluated"]) for one in saved] == [(8, True), (6, True), (3, True)]
+    assert same_tensors(*map(weights, folders)) and outcome(folders[1])["reason"].startswith("is_done()")
+
+
+def test_an_evaluation_has_no_padding_and_the_numbers_of_its_samples(tmp_path):
+    act = lambda self, model, batch, count: 1 // (count == len(batch[0]) == len(self.micro_batch.indices))  # noqa: E731
+    with plugins(trainer={"own": acting("evaluation_step", act)}):
         run(tmp_path, f"{FLAGS} -trainer own -cpu 3 -overfit 8")
 
 
@@ -562,7 +607,6 @@ def test_a_model_whose_file_is_no_module_is_trained(tmp_path):
 
 
 def changes(text):
-    """The names of all that a log says to be in no checkpoint."""
     found = re.findall(r"training changes (.+) \(\d+\), in no", text)
     return sorted(name for names in found for name in names.split(", "))
 
@@ -621,6 +665,7 @@ class Keeps(trainer.Trainer):
         self.batches_of = (number for number in range(10**6))
         self.teacher, self.head, self.average = copy.deepcopy(self.model), self.model[-1], Average(self.model)
         self.optimizer = Lookahead(self.optimizer)
+        self.loaders["train"].dataset.shares = {"a": 0}
         self.steady = {"scale": torch.ones(2), "names": ["a", "b"], "function": torch.relu, "lambda": lambda: 1}
 
     def training_step(self, batch):
@@ -639,6 +684,7 @@ class Keeps(trainer.Trainer):
     def on_evaluation(self, split, figures):
         self.schedule["start"], self.ended = self.schedule["start"] / 2, self.state.step // self.total_steps
         self.loaders["train"].dataset.level = lib.arch.level = self.state.step
+        self.loaders["train"].dataset.shares["a"] += 1
         of_subset = self.loaders["train"].dataset.dataset  # by -overfit
         of_subset.transform, of_subset.sampler = lambda image: image, [self.state.step]
 
@@ -646,7 +692,7 @@ class Keeps(trainer.Trainer):
 KEPT = [
     f"trainer.{name}" for name in "arrays average batches_of draws ended history last phase running schedule".split()
 ]
-UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "sampler", "transform")
+UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "sampler", "shares of 1", "transform")
 OF_SAMPLES = [f"the {split} samples' {name} {UNSEEN}" for split in ("train", "val") for name in OWN]
 COUNTS = [f"{__name__}.{name}" for name in "COUNTED Everywhere.calls Everywhere.optimizer_step Helper.level".split()]
 EVERYWHERE = ["1.weight.calls", "helpers.calls", "lib.core.optimizer.HISTORY", *COUNTS]

@@ -84,7 +84,6 @@ def test_early_stopping_counts_validations(tmp_path):
 
 @pytest.fixture(scope="module")
 def full_run(small_plugins, tmp_path_factory):
-    """A run of all epochs."""
     return run(tmp_path_factory.mktemp("whole"), f"{LONG} -cpu 1 -best loss -save_every 1epoch -keep_last 99")
 
 
@@ -125,10 +124,9 @@ def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(fu
     folder = run(tmp_path, f"{flags} -stop_after 1")
     early, logged = outcome(folder), lines(folder)
     assert early["epoch"] == expected_stop(full_run, "loss", -1, 1)[1] < 12
-    final = load_file(folder / "final" / "weights.safetensors")
     run(tmp_path, f"{flags} -stop_after 1")
     assert lines(folder) == logged and outcome(folder)["test"] == early["test"]
-    assert same_tensors(weights(folder), final)
+    assert same_tensors(weights(folder), load_file(folder / "final" / "weights.safetensors"))
     run(tmp_path, f"{flags} -stop_after 99")
     result = outcome(folder)
     assert (result["state"], result["epoch"], result["reason"]) == ("finished", 12, None)

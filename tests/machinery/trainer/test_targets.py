@@ -25,7 +25,6 @@ def criterion(flags: str = ""):
 
 
 def with_targets(targets):
-    """A dataset of these targets."""
     return {"odd": lambda args: {"train": Tensors(ROWS[: len(targets)], targets), "val": few(args)["val"]}}
 
 
@@ -49,8 +48,7 @@ def test_a_label_out_of_range_in_any_batch_is_one_line_that_names_the_range_and_
 @pytest.mark.parametrize("values", [[1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0], [float("nan"), 0, 0, 1]])
 def test_rows_that_are_no_probabilities_are_refused_after_batches_with_one_label_a_sample(values, refused):
     with plugins(dataset=with_targets(soft((57, values)))):
-        line = refused(FLAGS)
-    assert "rows that do not sum to 1, as several labels a sample, or are negative" in line
+        assert "rows that do not sum to 1, as several labels a sample, or are negative" in refused(FLAGS)
 
 
 @pytest.mark.parametrize("lengths", [(5, 4), (4, 5)])
