@@ -163,7 +163,10 @@ def read_meta(data: str) -> dict | None:
 
 def open_split(split: str, files: list[Path], vocabulary: int, meta: dict) -> np.ndarray | Joined:
     """Map the token files of a split. Raises UsageError for one that does not hold tokens below `vocabulary`."""
-    is_certain, checked = "type" in meta and split in meta, -(-CHECKED // len(files))
+    is_certain, checked = (
+        "type" in meta and split in meta,
+        -(-CHECKED // len(files)),
+    )  # by meta.json, these are tokens
     parts = [open_tokens(file, vocabulary, meta, is_certain, checked) for file in files]
     count, place = sum(map(len, parts)), files[0] if len(files) == 1 else f"{files[0]} to {files[-1].name}"
     if meta.get(split, count) != count:
@@ -172,10 +175,7 @@ def open_split(split: str, files: list[Path], vocabulary: int, meta: dict) -> np
 
 
 def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, checked: int) -> np.ndarray:
-    """Map a token file. Raises UsageError unless it begins with tokens below `vocabulary`, as many as are `checked`.
-
-    `is_certain`: by meta.json, these are tokens.
-    """
+    """Map a token file. Raises UsageError unless its first `checked` numbers are tokens below `vocabulary`."""
     if not file.is_file():
         raise UsageError(f"{file} is a link to nothing, or no regular file")
     first, offset = np.fromfile(file, "<i4", 3).tolist(), 0

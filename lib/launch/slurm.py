@@ -28,10 +28,7 @@ PICKLE = "submitted.pkl"  # in the folder of the job's code: args, target and wo
 
 
 def submit(args: Args, target: str) -> int:
-    """Submit the run and print the job's number and log. Returns the exit code.
-
-    Raises UsageError if there is no sbatch, it refuses the job, or the job's files cannot be written.
-    """
+    """Submit the run; print the job's number and log. Returns the exit code. Raises UsageError if this fails."""
     if args.gpus:
         raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
     folder, has_sbatch = job_folder(args), bool(shutil.which("sbatch"))

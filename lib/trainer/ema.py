@@ -1,7 +1,6 @@
 """Evaluates and keeps the average of the weights over the last steps (EMA), not the weights of the last step.
 
-Polyak averaging, exponentially weighted (Izmailov et al., arXiv:1803.05407, section 3, compare it with others). An
-example of a trainer with a state of its own: the average is an attribute, and so it is in every checkpoint.
+Polyak averaging, exponentially weighted (see Izmailov et al., arXiv:1803.05407). Checkpoints have the average.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lib.utils.errors import PARENT, UsageError
+from lib.utils.errors import UsageError
 
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` shares
@@ -118,9 +118,8 @@ def check_same_flags(args: Namespace, world: World) -> World:
 def launch_id() -> str:
     """Return an id of this launch: restarts and requeues keep it, a new command gets a new one.
 
-    Only launchers set it: in an allocation, one Slurm job runs many commands. A fixed --rdzv_id of torchrun may be in
-    many commands, too, so its agent belongs to the id; but not where agents come and go, or a job is requeued.
-    Torchrun's agents on several nodes have different ids, so World.launch is the lowest one.
+    A fixed --rdzv_id of torchrun may be in many commands, so its agent belongs to the id; but not where agents come
+    and go, or a job is requeued. Agents on several nodes have different ids, so World.launch is the lowest one.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     keeps_id = given != "none" and (not has_agent() or is_elastic() or given == job_id())
@@ -130,11 +129,6 @@ def launch_id() -> str:
 def has_agent() -> bool:
     """Return whether a torchrun agent started this process."""
     return "TORCHELASTIC_MAX_RESTARTS" in os.environ
-
-
-def is_orphan() -> bool:
-    """Return whether the torchrun agent that started this process is gone: nobody would restart it, or end it."""
-    return has_agent() and os.getppid() != PARENT
 
 
 def is_elastic() -> bool:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from lib.utils import distributed
-from lib.utils.errors import FAILED
+from lib.utils.errors import FAILED, PARENT
 
 log = logging.getLogger(__name__)
 MAX_INTERVAL_S = 1.0  # between two checks
@@ -35,9 +35,9 @@ class Watchdog:
         """Check until the end. While this process is suspended, no time counts."""
         moves, stalled, since, say_after, signalled = -1, 0, "", SAY_AFTER_S, False
         while not self.ended.wait(self.interval_s):
-            if distributed.is_orphan() and not signalled:
+            if distributed.has_agent() and os.getppid() != PARENT and not signalled:  # torchrun's agent is gone
                 signalled = True
-                os.kill(os.getpid(), signal.SIGTERM)  # the agent can neither pass one on nor end this process
+                os.kill(os.getpid(), signal.SIGTERM)  # nobody would pass one on, restart this process, or end it
             if moves != self.moves:
                 moves, stalled, since = self.moves, 0, time.strftime("%H:%M:%S")
                 say_after = SAY_AFTER_S if self.step is None else say_after

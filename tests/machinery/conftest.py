@@ -68,7 +68,6 @@ def script_error(capsys):
 
 @pytest.fixture
 def error_of(tmp_path, capsys):
-    """A function that returns the error of a command line."""
     return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
 
 

@@ -131,7 +131,6 @@ def _run(save, folder, failure):
 
 
 def _save_and_report(save, watch, sink):
-    """In a child: save, tell the parent how it ended, and exit."""
     error = ""
     try:
         watch.install()

@@ -27,7 +27,6 @@ def _read(path):
 
 
 def write_tree(tree: dict, folder: Path):
-    """Give a folder the content that `read_tree` returned."""
     shutil.rmtree(folder, ignore_errors=True)
     Path(folder).mkdir(parents=True)
     for name, content in tree.items():
@@ -61,7 +60,6 @@ class Disk:
             folder.entries[name] = folder.synced[name] = Node(content)
 
     def place(self, path):
-        """The parent folder of a path, and its name there."""
         *folders, name = Path(path).parts or (".",)
         node = self.root
         for folder in folders:
@@ -73,7 +71,6 @@ class Disk:
         return self.root if path == "." else folder.entries[name]
 
     def apply(self, call: tuple):
-        """One call, as crash.py records them."""
         match call:
             case ("open" | "read", path, handle, flags):
                 folder, name = self.place(path)
@@ -109,11 +106,9 @@ class Disk:
             node.writes.clear()
 
     def now(self) -> dict:
-        """The tree that a running system shows."""
         return self.tree(self.pending, {})
 
     def states(self) -> Iterator[dict]:
-        """The trees that a loss of power may leave."""
         dirty = [node for node in dict.fromkeys(self.opened.values()) if node.writes]
         losses = [dict.fromkeys(dirty, arrived) for arrived in ARRIVED]
         losses += [{node: arrived} for node in dirty for arrived in ARRIVED[1:]]

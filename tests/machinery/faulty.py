@@ -42,7 +42,6 @@ class Trainer(trainer.Trainer):
 
 
 def write_note(folder: Path, rank: int):
-    """Write facts about this process when its fault happens."""
     facts = {"pid": os.getpid(), "parent": os.getppid(), "time": time.monotonic(), "environ": dict(os.environ)}
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"rank_{rank}.partial"
@@ -51,7 +50,6 @@ def write_note(folder: Path, rank: int):
 
 
 def pause(fault):
-    """Wait until the test releases this rank."""
     wait((Path(fault["notes"]) / "go").exists)
 
 
@@ -72,7 +70,6 @@ def fail_and_linger(fault):
 
 
 def send_signal(fault):
-    """Send a signal to this process."""
     os.kill(os.getpid(), signal.Signals[fault["signal"]])
 
 
@@ -84,7 +81,6 @@ FAULTS = {act.__name__: act for act in (pause, fail, fail_and_linger, send_signa
 
 
 def register():
-    """Make this file available as lib/trainer/faulty.py."""
     names_before = plugins.names
     plugins.names = lambda kind: [*names_before(kind), "faulty"] if kind == "trainer" else names_before(kind)
     sys.modules["lib.trainer.faulty"] = sys.modules[__name__]

@@ -6,13 +6,11 @@ from pathlib import Path
 
 
 def free() -> int:
-    """A port on which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 

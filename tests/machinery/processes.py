@@ -56,7 +56,6 @@ class Run:
         return self.ended()
 
     def text(self) -> str:
-        """The output so far."""
         if self.terminal is None:
             return self.log.read_text() if self.log.exists() else ""
         while select.select([self.terminal], [], [], 0)[0]:
@@ -67,14 +66,12 @@ class Run:
         return self.output
 
     def wait_for_output(self, text: str, limit: float = LIMIT):
-        """Wait until the output contains this text."""
         until(lambda: text in self.text(), limit, lambda: f"{text!r} in:\n{self.text()}")
 
     def type(self, keys: str):
         os.write(self.terminal, keys.encode())
 
     def hang_up(self):
-        """Close its terminal."""
         os.close(self.terminal)
         self.terminal = None
 
@@ -89,7 +86,6 @@ class Run:
         return files if len(files) >= count else None
 
     def release(self):
-        """Let paused ranks continue."""
         self.notes.mkdir(exist_ok=True)  # maybe no rank has paused yet
         (self.notes / "go").touch()
 
@@ -109,7 +105,6 @@ class Run:
         return mine
 
     def wait_until_gone(self, limit: float = LIMIT):
-        """Wait until none of its processes is left."""
         until(lambda: not self.processes(), limit, lambda: f"the end of {self.processes()}")
 
     def end(self):
@@ -224,7 +219,6 @@ def session(command: list[str], log: Path, **options) -> Iterator[subprocess.Pop
 
 
 def children(pid: int) -> list[int]:
-    """The process ids of a process's children; [] if it has ended."""
     with contextlib.suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
@@ -262,7 +256,6 @@ def copy_of_the_code(folder: Path) -> Path:
 
 
 def fake_program(folder: Path, name: str, text: str):
-    """Write FOLDER/bin/NAME, a bash script."""
     (folder / "bin" / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
     (folder / "bin" / name).chmod(0o755)
 

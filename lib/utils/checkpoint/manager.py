@@ -79,9 +79,8 @@ class Checkpoints:
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
-        copies = shards.copy_to_cpu(blocks.items())
         best, self.best = self.best, None
-        job = self.thread.submit(self._write, partial, copies, metadata, best)
+        job = self.thread.submit(self._write, partial, shards.copy_to_cpu(blocks.items()), metadata, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def is_late(self, minutes: int | None = None) -> bool:

@@ -51,10 +51,7 @@ def encode_manifest(manifest: dict) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a checkpoint.
-
-    Raises Damaged if it is not what a run wrote, UsageError for another format, OSError if it cannot be read.
-    """
+    """Return a checkpoint's manifest. Raises Damaged if no run wrote it, UsageError for another format, OSError."""
     path = folder / "manifest.json"
     data = files.read_bytes(path)
     body = data.rpartition(CHECKSUM_LINE[:10])[0]

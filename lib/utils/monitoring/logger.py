@@ -89,9 +89,8 @@ class Logger:
             self.tracker.close(finished=bool(outcome) and outcome["state"] == "finished")
             self.tracker = None  # closed once
         if outcome and outcome["state"] == "stopped":
-            ended = outcome["step"] == self.plan.total_steps
-            place = "the last evaluation" if ended else self._epoch(outcome["step"])
-            log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
+            why, step = outcome["reason"], outcome["step"]
+            log.info("stopped (%s) in %s at step %d, state saved", why, self._epoch(step), step)
             log.info("resume:      python train.py -cfg %s", self.folder / "config.yaml")
         elif outcome:
             self._log_results(outcome)

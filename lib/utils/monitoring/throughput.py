@@ -25,14 +25,13 @@ class Throughput:
 
     def time_data_loading(self, batches: Iterable) -> Iterator:
         """Yield an epoch's batches, and add up the time that the device waits for them."""
-        clock = time.monotonic
-        self._interval_start = began = clock()  # an evaluation may lie before it
+        self._interval_start = began = time.monotonic()  # an evaluation may lie before it
         for batch in batches:
             # Batches are launched ahead on a GPU: while it works, nobody waits.
             if self.device.type != "cuda" or torch.cuda.current_stream().query():
-                self._waited += clock() - began
+                self._waited += time.monotonic() - began
             yield batch
-            began = clock()
+            began = time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -27,7 +27,6 @@ class Case:
         self.best = best  # each save has better weights than the one before
 
     def prepare(self, tmp_path):
-        """Make the run's folder with the old state."""
         folder = tmp_path / "run"
         folder.mkdir()
         if self.old is not None:
@@ -41,7 +40,6 @@ class Case:
         checkpoints.close()
 
     def wrong_after(self, cut, folder):
-        """What is wrong after a cut, or None."""
         try:
             found = saves.newest(folder)
             assert found == self.new if cut.finished else found in (self.old, self.new), f"{found} found"

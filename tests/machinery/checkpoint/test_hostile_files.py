@@ -106,7 +106,6 @@ def test_the_folder_of_another_user_is_refused_unless_out_is_made_for_a_group(co
 
 
 def another_run(folder: Path):
-    """Put another run's folder in the place of one."""
     shutil.rmtree(folder)
     (folder / "best").mkdir(parents=True)
     for name in (".lock", "outcome.json", WEIGHTS, "metrics.jsonl"):
@@ -114,7 +113,6 @@ def another_run(folder: Path):
 
 
 def another_lock(folder: Path):
-    """Remove the lock alone, and let another run make its own."""
     (folder / ".lock").unlink()
     (folder / ".lock").write_text("another run's")
 

@@ -119,9 +119,8 @@ def counting_net(args):
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory):
     """A run of three processes that nobody kills, with a checkpoint of each step."""
-    arch = {**PLUGINS["arch"], "counting": counting_net}
     trainers = {"deadly": Deadly, "counting": Counting, "swap": DeadlySwap, "late": AveragesLate}
-    with plugins(dataset=PLUGINS["dataset"], arch=arch, trainer=trainers):
+    with plugins(dataset=PLUGINS["dataset"], arch={**PLUGINS["arch"], "counting": counting_net}, trainer=trainers):
         yield run(tmp_path_factory.mktemp("truth"), f"{FLAGS} -cpu 3 -save_every 1steps -keep_last 99")
 
 
@@ -131,7 +130,6 @@ def quick(monkeypatch):
 
 
 def killed(patch, out, deaths, size=3, more=""):
-    """A run whose ranks die so."""
     with patch.context() as now:
         now.setattr(Deadly, "deaths", deaths)
         return run(out, f"{FLAGS} -cpu {size} {more}", wanted=1)

@@ -19,7 +19,6 @@ RUNS = st.lists(st.tuples(WORLDS, st.integers(0, 30)), max_size=6)  # numbers of
 
 
 def samplers(ranks, n, cls=compat.InterruptableDistributedSampler, state=None, **options):
-    """One sampler for each rank, with the state loaded."""
     made = [cls(range(n), num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
     for sampler in made if state else ():
         sampler.load_state_dict(json.loads(json.dumps(state)))
@@ -27,7 +26,6 @@ def samplers(ranks, n, cls=compat.InterruptableDistributedSampler, state=None, *
 
 
 def take(sampler, count):
-    """Take the next `count` indices of a sampler and advance it."""
     taken = list(itertools.islice(sampler, count))
     sampler.advance(len(taken))
     return taken

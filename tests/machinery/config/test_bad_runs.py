@@ -99,7 +99,6 @@ def test_a_refused_start_does_not_change_an_existing_run(error_of, tmp_path):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that trains in out/same."""
     flags = f"-cpu 1 -epochs 100000 -save_every 100000epochs -model same -out {tmp_path / 'out'}"
     process = multiprocessing.get_context("fork").Process(target=train.main, args=(flags.split(),))
     process.start()

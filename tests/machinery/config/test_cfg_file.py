@@ -39,9 +39,8 @@ def test_defaults_of_a_plugin_are_checked_and_the_values_of_a_file_replace_a_lis
     assert "argument -epochs: '0' is not a whole number of at least 1" in refusal("-arch odd")
     more = "add_argument('-x', action='append', default=['a']), parser.add_argument('-y', type=chr, default=5)"
     plugin_file(monkeypatch, tmp_path, "arch", "more", text.replace("{}", more))
-    file = cfg_file(tmp_path, "arch: more\nx: [b, c]\n")
     assert parsed("-arch more").x == ["a"] and parsed("-arch more").y == 5
-    assert parsed(["-cfg", file]).x == ["b", "c"]
+    assert parsed(["-cfg", cfg_file(tmp_path, "arch: more\nx: [b, c]\n")]).x == ["b", "c"]
 
 
 def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_dropped(tmp_path):

@@ -38,7 +38,6 @@ COMMANDS = [command for page in PAGES.values() for command in commands(page)]
 
 
 def make_photos(folder):
-    """Make a few images of two classes, bright and dark."""
     for part, count in (("train", 12), ("val", 4)):
         for name, light in (("day", 200), ("night", 40)):
             (folder / part / name).mkdir(parents=True)

@@ -54,7 +54,6 @@ def train_in_turn(fork, runs, **variables) -> str:
 
 @pytest.fixture(scope="module")
 def output(fork):
-    """The output of RUNS."""
     weights = next(one for one in COMMANDS if "-weights imagenet" in one).removeprefix("python train.py ")
     cache = fork / "cache" / "hub" / "checkpoints"  # where torch.hub would have downloaded it
     cache.mkdir(parents=True)

@@ -62,7 +62,6 @@ def test_no_link_in_the_pages_is_dead():
 
 
 def _anchors(page: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -43,7 +43,6 @@ def worker(agent) -> int:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """The same run on one process, not interrupted."""
     return run(tmp_path_factory.mktemp("alone"), FLAGS)
 
 
@@ -76,7 +75,6 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
 
 @pytest.fixture
 def etcd(tmp_path):
-    """The address of an etcd server."""
     client, peer = (f"127.0.0.1:{ports.free()}" for _ in range(2))
     options = {"data-dir": tmp_path / "etcd", "log-level": "error", "listen-client-urls": f"http://{client}"}
     options |= {"advertise-client-urls": f"http://{client}", "listen-peer-urls": f"http://{peer}"}
@@ -135,16 +133,17 @@ def test_a_worker_whose_agent_ends_before_torch_is_imported_detects_that_it_is_a
     """The agent is a shell that ends at once; its worker imports torch afterwards."""
     program = tmp_path / "worker.py"
     program.write_text(
-        "import os, pathlib, time\n"
+        "import os, pathlib, signal, time\n"
         "from lib.utils import errors\n"
         "pathlib.Path('ready').touch()\n"
         "while os.getppid() == errors.PARENT:\n"
         "    time.sleep(0.01)\n"
-        "from lib.utils import distributed\n"
-        "pathlib.Path('partial').write_text(str(distributed.is_orphan()))\n"
-        "os.rename('partial', 'answer')\n"
+        "from lib.utils import watchdog\n"
+        "signal.signal(signal.SIGTERM, lambda *_: [pathlib.Path('answer').touch(), os._exit(0)])\n"
+        "with watchdog.watch(1 / 60):\n"
+        "    time.sleep(60)\n"
     )
     env = {**CLEAN, "PYTHONPATH": str(ROOT), "TORCHELASTIC_MAX_RESTARTS": "3"}
     agent = f"{sys.executable} {program} & until [ -e ready ]; do sleep 0.05; done"
     subprocess.run(["sh", "-c", agent], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL)
-    assert until((tmp_path / "answer").exists) and (tmp_path / "answer").read_text() == "True"
+    assert until((tmp_path / "answer").exists)

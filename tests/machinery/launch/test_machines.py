@@ -17,7 +17,6 @@ NETWORKS = {"baton_a": "10.77.0.1", "baton_b": "10.77.0.2"}
 
 @pytest.fixture
 def networks():
-    """Two network namespaces and a cable between them."""
     if os.getuid() or not shutil.which("ip"):
         pytest.skip("makes network namespaces: needs root and `apt-get install -y iproute2`")
     one, other = NETWORKS

@@ -11,7 +11,7 @@ from saves import SMALL, log_of, names
 import train
 from lib import config
 from lib.trainer import trainer
-from lib.utils import distributed
+from lib.utils import distributed, watchdog
 from lib.utils.checkpoint import run_folder
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -41,7 +41,6 @@ def _give_each_process_a_disk(monkeypatch):
 
 
 def _nodes(out):
-    """The folders that the run has on two nodes."""
     return [out / f"node{rank}" / "few_norm_net" for rank in range(2)]
 
 
@@ -86,7 +85,6 @@ def test_the_bits_are_the_same_after_a_node_is_replaced_by_an_empty_or_old_one(f
 
 
 def _tensors_of(folder):
-    """The checksums of all tensors that a run saved."""
     return {name: value for name, value in saves.bits(folder).items() if name != "figures"}
 
 
@@ -140,7 +138,7 @@ def test_each_command_of_torchrun_applies_reset_also_under_one_id(more, tmp_path
         monkeypatch.setenv(name, value)
     for agent in (11, 11, 12):
         monkeypatch.setattr(distributed.os, "getppid", lambda agent=agent: agent)
-        monkeypatch.setattr(distributed, "PARENT", agent)
+        monkeypatch.setattr(watchdog, "PARENT", agent)
         run(tmp_path, f"{SMALL} -reset -epochs 1 -threads 1")  # with more, later forks of this process hang
     assert len(list(tmp_path.glob(".old/*"))) == (0 if "PET_NNODES" in more else 1)
     assert caplog.text.count("another --rdzv_id") == (2 if "PET_NNODES" in more else 1)

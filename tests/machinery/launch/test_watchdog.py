@@ -84,7 +84,8 @@ def test_a_process_that_hangs_in_a_log_call_is_ended(endings):
 @pytest.mark.parametrize("step", [None, 3])
 def test_a_process_without_its_agent_gets_sigterm_from_the_first_moment_and_once(step, monkeypatch):
     signals, looks = [], []
-    monkeypatch.setattr(watchdog.distributed, "is_orphan", lambda: not looks.append(1))
+    monkeypatch.setattr(watchdog.distributed, "has_agent", lambda: not looks.append(1))
+    monkeypatch.setattr(watchdog, "PARENT", -1)
     monkeypatch.setattr(watchdog.os, "kill", lambda *signal: signals.append(signal))
     with watchdog.watch(1 / 60):
         watchdog.moved(step)

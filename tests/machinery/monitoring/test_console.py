@@ -42,7 +42,6 @@ def run_code(code, *args):
 
 
 def on_a_terminal(code, *args):
-    """The lines of a terminal of 80 columns, and its raw output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=theirs, stderr=theirs)

@@ -25,7 +25,6 @@ from lib.utils.monitoring.logger import Logger, tensorboard_tag
 
 
 def log_loss(folder, flags, loss):
-    """Log a loss as a run with these flags does."""
     args, plan = config.parse_args(flags.split()), Plan(100, 1, 1, total_steps=100)
     logger = Logger(folder, World(), args, plan, State())
     logger.log_evaluation(State(step=7, epoch=1), "val", {"loss": loss})

@@ -140,7 +140,6 @@ def records(file: Path):
 
 
 def rows(folder: Path) -> list[dict]:
-    """The rows of a run in W&B, of all its starts."""
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     found = [record.history for file in files for record in records(file) if record.HasField("history")]
     return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in found]

@@ -35,7 +35,6 @@ def run_export(*args):
 
 
 def model_of(trained_run) -> torch.nn.Module:
-    """The run's model, built without export.py."""
     args = parsed(["-cfg", str(trained_run / "config.yaml")])
     model = plugins.load("arch", args.arch).get_model(args).eval()
     model.load_state_dict(load_file(trained_run / "final" / "weights.safetensors"))

@@ -26,7 +26,6 @@ def texts(tmp_path):
 
 
 def all_tokens(folder, kind="uint16") -> list[int]:
-    """All tokens, in the order of the texts."""
     return np.concatenate([np.fromfile(folder / f"{split}.bin", kind) for split in ("train", "val")]).tolist()
 
 

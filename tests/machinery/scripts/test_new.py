@@ -83,7 +83,6 @@ def change(folder, name, old, new):
 
 
 def install(folder):
-    """Give a project a .venv with this Python's packages."""
     (folder / ".venv").mkdir()
     for part in ("bin", "lib", "pyvenv.cfg"):
         (folder / ".venv" / part).symlink_to(Path(sys.prefix) / part)

@@ -38,7 +38,6 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained_run(photos, tmp_path_factory):
-    """A run on these images."""
     return run(tmp_path_factory.mktemp("out"), f"{PHOTOS} -data {photos} -model photos")
 
 

@@ -35,7 +35,6 @@ def running_sweep(out, flags):
 
 
 def run_sweep(out, flags, expected_code=0) -> str:
-    """Run a sweep to its end and return its output."""
     with running_sweep(out, flags) as process:
         code = process.wait(240)
     output = (out / "output").read_text()
@@ -50,7 +49,6 @@ def plan_of(flags) -> sweep.Plan:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """A sweep that is not interrupted."""
     out = tmp_path_factory.mktemp("uninterrupted")
     run_sweep(out, f"{LONG} {GRID}")
     return out
@@ -200,7 +198,6 @@ CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimize
 
 
 def study_trials(out) -> list[tuple]:
-    """The trials of the Optuna study: number, state and value."""
     with contextlib.closing(sqlite3.connect(out / "sweep.db")) as db:
         rows = "SELECT number, state, value FROM trials LEFT JOIN trial_values USING (trial_id) ORDER BY number"
         return db.execute(rows).fetchall()

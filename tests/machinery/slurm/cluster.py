@@ -91,7 +91,6 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def env(self, **more) -> dict[str, str]:
-        """The environment of a user on the login node."""
         python = {"PATH": f"{Path(sys.executable).parent}:{self.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
         own = {name: value for name, value in self.environ.items() if name != "OMP_NUM_THREADS"}
         return {**own, "SLURM_CONF": str(self.folder / "slurm.conf"), **python, **more}
@@ -101,7 +100,6 @@ class Cluster:
         return output_of(command, wanted, cwd=self.code, env=self.env(**more))
 
     def train(self, flags: str, wanted: int = 0, **more) -> str:
-        """The output of `python train.py FLAGS -out OUT`."""
         return self.run(sys.executable, "train.py", *flags.split(), "-out", self.out, wanted=wanted, **more)
 
     def run_here(self, flags: str, wanted: int = 0, **more) -> str:
@@ -131,7 +129,6 @@ class Cluster:
         return self.run(*command, f"sleep {seconds}").strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
         return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job)))
 
     def wait_for_end(self, job: str, limit: float = LIMIT) -> dict[str, str]:
@@ -142,11 +139,9 @@ class Cluster:
         return self.job(job)
 
     def wait_until_it_trains(self, name: str, step: int = 1):
-        """Wait until a run has logged this step."""
         until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.log(name))
 
     def log(self, name: str):
-        """A function that returns all output of a run's jobs."""
         return lambda: _texts(*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log"))
 
     def _start_requeued_jobs(self):
@@ -165,7 +160,6 @@ def _texts(*logs: Path) -> str:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps in a run's metrics.jsonl, in order."""
     with contextlib.suppress(OSError, ValueError):
         return [line["step"] for line in lines(folder) if "train/loss" in line]
     return []

@@ -112,7 +112,6 @@ def stopped(tmp_path, monkeypatch):
 
 
 def write_outcome(run: Path, launch: str, facts: dict):
-    """Write the outcome.json of a start of a launch."""
     (run / "outcome.json").write_text(json.dumps({**facts, "launch": launch, "written": time.time_ns()}))
 
 

@@ -55,7 +55,6 @@ def _stubs(file, names):
 
 
 def _names(file, kind):
-    """The symbols that a compiled file defines (T) or needs (U)."""
     command = ["nm", *(["-D"] if file.suffix == ".so" else []), file]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {row[-1].partition("@")[0] for row in [line.split() for line in listed.splitlines()] if row[-2] == kind}

@@ -21,7 +21,6 @@ STOCK = "-deterministic no -weight_decay 0.1"
 
 
 def torch_rates(kind, total, warmup, start, end):
-    """The same schedule by torch's own schedulers, step by step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=start)
     schedulers, steps = torch.optim.lr_scheduler, max(1, total - 1 - warmup)
     last = steps // 5  # the decay of wsd
@@ -60,8 +59,6 @@ def test_the_learning_rate_is_that_of_torch_at_any_step_in_any_order(kind, total
 
 
 class Mixed(nn.Module):
-    """One module of each kind that has parameters."""
-
     def __init__(self):
         super().__init__()
         self.matrices = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Linear(4, 5), nn.Embedding(6, 4)])

@@ -18,7 +18,6 @@ _plugins = file_plugins(arch={"blocks_net": lambda args: BlocksNet(), "turns_net
 
 
 def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.Tensor:
-    """The sum of all leaves over `size` ranks."""
     nodes, count = {}, len(leaves)
     for rank, names in enumerate(exact.nodes_by_rank(count, size, round_robin)):
         own = {}
