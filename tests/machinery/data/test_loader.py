@@ -80,6 +80,9 @@ def test_a_step_is_cut_into_full_micro_batches_and_a_short_step_into_parts_of_at
 def test_ranks_see_each_sample_once_in_torchs_order_in_equal_shares(plan, ranks, seed, epoch, shuffle, round_robin):
     shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, round_robin=round_robin)
     seen = [index for key in without_padding(shares) for index in key.indices]
+    last = {key.step: (key.number, key.indices) for key in without_padding(shares)}
+    padding = [key for share in shares for key in share if not key.count]
+    assert all((key.number, key.indices) == last[key.step] for key in padding), "it may give what no other one does"
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
     for step in range(plan.steps):

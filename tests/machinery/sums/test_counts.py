@@ -89,7 +89,8 @@ def test_targets_that_a_pass_masks_are_not_counted(tmp_path):
     kind, data = type("Hides", (trainer.Trainer,), {"training_step": hides}), with_targets(LABELS.clamp_min(0))
     with plugins(arch={"linear": linear}, dataset={"all": data}, trainer={"hides": kind}):
         flags = f"{FLAGS} -arch linear -dataset all -trainer hides -cpu 1"
-    assert distance(*[run(tmp_path, f"{flags} -micro_batch {size} -model of{size}") for size in (4, 16)]) < 1e-6
+        runs = [run(tmp_path, f"{flags} -micro_batch {size} -model of{size}") for size in (4, 16)]
+    assert distance(*runs) < 1e-6
 
 
 def drops(samples):
