@@ -29,7 +29,6 @@ def run(out: Path, flags: str, wanted: int = 0) -> Path:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The final weights of a run."""
     return load_file(folder / "final" / "weights.safetensors")
 
 
@@ -41,17 +40,14 @@ def distance(one: Path, other: Path) -> float:
 
 
 def same_tensors(one: dict, other: dict) -> bool:
-    """Whether two dicts have the same tensors under the same names."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def outcome(folder: Path) -> dict:
-    """The content of a run's outcome.json."""
     return json.loads((folder / "outcome.json").read_text())
 
 
 def lines(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
