@@ -94,8 +94,7 @@ class Run:
             log.info("-weights:    %s", self.loaded)
         for name in [name for name, value in self.plan.data.items() if value == fingerprint.NEVER_THE_SAME]:
             split = name.removesuffix(" digest")
-            why = "(own generators? changed in place?)"
-            log.warning("what %s gives differs each time it is read: no resume is exact %s", split, why)
+            log.warning("what %s gives differs each time it is read: no resume is exact (own generators?)", split)
         if args.lr_warmup * self.plan.steps >= self.plan.total_steps:
             log.warning("-lr_warmup %g (epochs) is as long as the run: the learning rate never falls", args.lr_warmup)
         if self.changes:

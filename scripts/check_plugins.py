@@ -59,7 +59,9 @@ def warn(trainer: Any) -> None:
             r"clip_grad\b|clip_gradients|(?<!def )optimizer_step\(|self\.(?!due_optimizers)\w+\(", update
         )
         if trainer.args.clip_grad and update and not clips:
-            log.warning("-clip_grad: this optimizer_step clips nothing: let it call self.clip_gradients(due)")
+            log.warning("-clip_grad: this optimizer_step ignores it: let it call self.clip_gradients(due)")
+        if trainer.args.fp16 and len(find_parts(trainer).optimizers) > 1 and re.search(r"clip_gradients\(\[", update):
+            log.warning("-fp16: gradients keep the scaler's factor but for optimizers that clip_gradients gets")
         # Of what is ignored, the trainer's own loss knows, too; of what passes keep, the checkpoints.
         known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
         known |= {"targets"} if "count_targets" in overrides else set()
@@ -87,7 +89,7 @@ def faults(
     tree = ast.parse(source)
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
     methods = {one.name for one in functions} - {"evaluation_step"}
-    gathers = re.search(r"\bdist\w*\.\w*(gather|reduce)|\.reduce\(|\bfunc\w*\.all_reduce", source)
+    gathers = re.search(r"\bdist\w*\.\w*(gather|reduce)|all_gather|all_reduce|\.reduce\(|torchmetrics", source)
     for function in functions:
         if function.name == "evaluation_step" and len(function.args.args) > 1:
             names = {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
@@ -162,8 +164,16 @@ def _collected(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> I
         emptied |= _attributes(one.func, ast.expr_context)
     for one in sorted(nodes, key=lambda one: getattr(one, "lineno", 0)):
         for target in _adds_to(one):
-            for name in sorted(_attributes(target, ast.expr_context) - emptied):
+            if (name := _root(target)) and name not in emptied:
                 yield one.lineno, name  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _root(node: ast.expr) -> str:
+    """Return the attribute of `self` that a chain of attributes and entries begins with, "" if it does not."""
+    name = ""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        name, node = getattr(node, "attr", name), node.value
+    return name if isinstance(node, ast.Name) and node.id == "self" else ""
 
 
 def _adds_to(node: ast.AST) -> list[ast.expr]:
@@ -174,9 +184,9 @@ def _adds_to(node: ast.AST) -> list[ast.expr]:
         if isinstance(node.target, ast.Subscript):
             return [node.target.value]
         return [] if isinstance(node.value, ast.Constant) else [node.target]  # a number that counts calls
-    if isinstance(node, ast.Call) and _name(node) in ADDING:
+    if isinstance(node, ast.Call) and _name(node) in ADDING and isinstance(node.func, ast.Attribute):
         given = [*node.args, *(one.value for one in node.keywords)]
-        return [node.func] if any(not isinstance(one, ast.Constant) for one in given) else []
+        return [node.func.value] if any(not isinstance(one, ast.Constant) for one in given) else []
     return []
 
 
@@ -189,7 +199,8 @@ def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             id(each) for one in ast.walk(loop) if one is not loop and isinstance(one, LOOPS) for each in ast.walk(one)
         }
         ends = [one for one in ast.walk(loop) if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Break)]
-        ends = [one for one in ends if id(one) not in inner and "stop" not in ast.unparse(one.test)]
+        tests = [ast.unparse(one.test) for one in ends if id(one) not in inner]
+        ends = [one for one in tests if "stop" not in one and not re.fullmatch(r"not .*count|.*count == 0", one)]
         if ends or "islice" in ast.unparse(loop.iter):
             yield (
                 loop.lineno,
@@ -204,9 +215,11 @@ def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines where one process alone calls what all must call together: it would wait for the others."""
     for one in [one for one in ast.walk(function) if isinstance(one, ast.If)]:
         if re.search(r"\b(is_main|is_writer|rank == 0)\b|not [\w.]*\brank\b", ast.unparse(one.test)):
+            of_others = {_name(call) for statement in one.orelse for call in _calls(statement)}
             for call in [call for statement in one.body for call in _calls(statement)]:
                 text = ast.unparse(call.func)
-                if _name(call) in COLLECTIVE and re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text):
+                is_shared = re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text)
+                if is_shared and _name(call) in COLLECTIVE - of_others:
                     yield call.lineno, f"{text} waits for all processes: call it on each"
 
 

@@ -37,7 +37,7 @@ OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".spli
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
-PLAIN = int | float | str | tuple | Tensor | np.ndarray
+PLAIN = int | float | str | tuple
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: if it matters, seed it, or save it"
@@ -217,9 +217,9 @@ def plain_values(trainer: Any) -> dict[str, Any]:
                 is_state = isinstance(value, int | float | str) or key in ("on_device", "tensors", "weights")
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 is_state |= isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) < MOST_BYTES
-                rows = [*value.values()] if isinstance(value, dict) and {*map(type, value)} == {str} else value
-                if isinstance(rows, list) and len(rows) <= MOST_ROWS and all(isinstance(one, PLAIN) for one in rows):
-                    key, is_state = key if is_state else f"{key} of {len(rows)}", True  # other dicts: caches
+                rows = value[:MOST_ROWS] if isinstance(value, list) else [None]  # a cache has more each time
+                if len(rows) < MOST_ROWS and all(isinstance(one, PLAIN) for one in rows):
+                    key, is_state = key if is_state else f"{key} of {len(rows)}", True
                 if is_state or callable(value):  # a transform of a library, which reading may change, by its id
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
                     named.setdefault(place, []).append(value if is_state or is_own(type(value)) else id(value))

@@ -68,8 +68,7 @@ class Trainer:
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, args.keep_last, args.keep_hours)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
-        self.must_wait = False  # whether saves wait, as a start from one now would call on_evaluation again
-        self.pending_saves = []  # of each that waits: whether to keep it
+        self.must_wait, self.pending_saves = False, []  # until on_evaluation is done; whether to keep each
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
         self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
 
@@ -284,7 +283,8 @@ class Trainer:
         norm = self.clip_gradients(due)
         for optimizer in due:
             optimizers.step(optimizer, self.scaler, norm)
-        self.scaler.update()
+        if due:
+            self.scaler.update()
         return norm
 
     def due_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -293,7 +293,7 @@ class Trainer:
 
     def clip_gradients(self, due: list[torch.optim.Optimizer]) -> Tensor:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
-        for optimizer in self.all_optimizers if not self.is_unscaled else ():
+        for optimizer in due if self.scaler.is_enabled() else ():
             self.scaler.unscale_(optimizer)
         self.is_unscaled = True
         return optimizers.clip(optimizers.parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
@@ -321,11 +321,9 @@ class Trainer:
             seeding.seed(seeding.STEP, self.args.seed, state.step, 1, device=self.world.device)
             self.is_whole, self.must_wait = False, True
             self.on_epoch_end()
-        self.is_whole = True
-        self.must_wait = False
+        self.is_whole, self.must_wait = True, False
         if save or self.pending_saves or self.is_done():
-            self.save(keep=bool(milestone) or True in self.pending_saves)
-            self.pending_saves.clear()
+            self.save(keep=bool(milestone))
 
     def is_due(self, every: str) -> bool:
         """Return whether what comes every N steps or epochs, or as a save every N minutes, is due after this step."""
@@ -388,12 +386,12 @@ class Trainer:
     def validate(self) -> None:
         """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
         self.read_losses()
-        state, found = self.state, {}
+        state, found, is_whole = self.state, {}, self.is_whole
         for split in self.val_splits:
-            # A subclass's may change weights meanwhile: then a stop waits for its end.
-            self.is_whole = self.may_stop = type(self).evaluate is Trainer.evaluate
+            is_own = type(self).evaluate is not Trainer.evaluate  # it may change weights meanwhile: a stop waits
+            self.is_whole, self.may_stop = is_whole and not is_own, not (is_own or self.must_wait)
             found[split] = self.evaluate(split)
-            self.is_whole, self.may_stop = True, False
+            self.is_whole, self.may_stop = is_whole, False
             self.logger.log_evaluation(state, split, found[split])
         best = None
         if found:
@@ -408,13 +406,15 @@ class Trainer:
                 raise
         is_second = just_in_time.has_whole_state(self) and self.world.rank == self.world.size - 1  # if rank 0 is lost
         kept = self.whole_weights(self.world.is_writer or is_second) if best and not self.weights_fault() else None
-        self.is_whole, self.must_wait, state.validated = False, True, state.step  # until what follows is done
+        self.is_whole, state.validated = False, state.step  # until what follows is done
         state.evaluations += bool(found)
         if best and kept is not None:
             self.checkpoints.best = kept
             state.best = {**best, "epoch": math.ceil(state.step / self.plan.steps), "step": state.step}
+        waits, self.must_wait = self.must_wait, True
         for split in found:
             self.on_evaluation(split, found[split])
+        self.must_wait = waits
 
     def on_evaluation(self, split: str, figures: dict[str, float]) -> None:
         """Do nothing: override it for what a validation decides. Ranks get the same figures. A save may follow."""
@@ -430,11 +430,11 @@ class Trainer:
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
-            is_stopped, self.measured, of_training = False, self.checks.norms(), vars(self).get("micro_batch")
+            is_stopped, self.measured = False, self.checks.norms()
             for micro_batch, batch in self.loaders[split].epoch(0):
                 self.micro_batch = micro_batch
                 if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # need all ranks
-                    count = self.count_targets(batch, micro_batch.count)
+                    count = self.count_targets(batch, micro_batch.count) if micro_batch.count else 0
                     before = self.checks.count_collectives()
                     with self.precision:
                         given = self.evaluation_step(self.model, batch, count)
@@ -444,7 +444,6 @@ class Trainer:
                         totals.update(given, micro_batch.count)
                 if is_stopped := self.may_stop and self.stop.tick(training=False):
                     break
-        self.micro_batch = of_training
         self.engine.buffers.share()  # which the passes may have changed
         if is_stopped:
             raise preemption.Stopped
@@ -481,7 +480,8 @@ class Trainer:
         self.checks.run(saves=True)
         self.read_losses()
         self.state.unlogged = {**self.loss_sums.pending(), **self.metrics.pending()}
-        self.checkpoints.save(*self.contents(), step=self.state.step, keep=keep)
+        self.checkpoints.save(*self.contents(), step=self.state.step, keep=keep or True in self.pending_saves)
+        self.pending_saves.clear()
         self.saved = self.state.step, self.state.evaluated
 
     def contents(self) -> tuple[dict[str, Tensor], dict]:

@@ -70,12 +70,12 @@ class Loader:
             rounds = math.ceil(len(parts) / self.world.size)  # the same on all ranks: each joins every collective
             for turn in range(rounds):
                 padding = turn >= len(mine)  # the step's last part once more: its gradient is as finite
-                places = parts[-1] if padding else parts[mine[turn]]
+                number = len(parts) - 1 if padding else mine[turn]
                 yield MicroBatch(
                     step=step,
-                    number=parts.index(places),
-                    indices=indices[places.start : places.stop].tolist(),
-                    count=0 if padding else len(places),
+                    number=number,
+                    indices=indices[parts[number].start : parts[number].stop].tolist(),
+                    count=0 if padding else len(parts[number]),
                     step_samples=parts[-1].stop - parts[0].start,
                     step_parts=len(parts),
                     first=turn == 0,

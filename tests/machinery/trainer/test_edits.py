@@ -665,7 +665,7 @@ class Keeps(trainer.Trainer):
         self.batches_of = (number for number in range(10**6))
         self.teacher, self.head, self.average = copy.deepcopy(self.model), self.model[-1], Average(self.model)
         self.optimizer = Lookahead(self.optimizer)
-        self.loaders["train"].dataset.shares = {"a": 0}
+        self.loaders["train"].dataset.shares = [0.5]
         self.steady = {"scale": torch.ones(2), "names": ["a", "b"], "function": torch.relu, "lambda": lambda: 1}
 
     def training_step(self, batch):
@@ -684,7 +684,7 @@ class Keeps(trainer.Trainer):
     def on_evaluation(self, split, figures):
         self.schedule["start"], self.ended = self.schedule["start"] / 2, self.state.step // self.total_steps
         self.loaders["train"].dataset.level = lib.arch.level = self.state.step
-        self.loaders["train"].dataset.shares["a"] += 1
+        self.loaders["train"].dataset.shares[0] += 1
         of_subset = self.loaders["train"].dataset.dataset  # by -overfit
         of_subset.transform, of_subset.sampler = lambda image: image, [self.state.step]
 
