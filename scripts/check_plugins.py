@@ -195,17 +195,14 @@ def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     for loop in [one for one in ast.walk(function) if isinstance(one, ast.For)]:
         if not any(_name(one) == "epoch" and "loaders" in ast.unparse(one.func) for one in _calls(loop.iter)):
             continue
-        inner = {
-            id(each) for one in ast.walk(loop) if one is not loop and isinstance(one, LOOPS) for each in ast.walk(one)
-        }
+        loops = [one for one in ast.walk(loop) if one is not loop and isinstance(one, LOOPS)]
+        inner = {id(each) for one in loops for each in ast.walk(one)}
         ends = [one for one in ast.walk(loop) if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Break)]
         tests = [ast.unparse(one.test) for one in ends if id(one) not in inner]
         ends = [one for one in tests if "stop" not in one and not re.fullmatch(r"not .*count|.*count == 0", one)]
         if ends or "islice" in ast.unparse(loop.iter):
-            yield (
-                loop.lineno,
-                "the first batches are others on each number of processes: take a Subset in get_dataset",
-            )
+            fault = "the first batches are others on each number of processes"
+            yield loop.lineno, f"{fault}: take a Subset in get_dataset"
         elif not re.search(r"\.count\b|train_step", ast.unparse(function)):
             fault = "a process may get a step's last micro-batch once more, as padding"
             yield loop.lineno, f"{fault}: leave it out if micro_batch.count is 0"
@@ -218,8 +215,8 @@ def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             of_others = {_name(call) for statement in one.orelse for call in _calls(statement)}
             for call in [call for statement in one.body for call in _calls(statement)]:
                 text = ast.unparse(call.func)
-                is_shared = re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text)
-                if is_shared and _name(call) in COLLECTIVE - of_others:
+                is_collective = re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text)
+                if is_collective and _name(call) in COLLECTIVE - of_others:
                     yield call.lineno, f"{text} waits for all processes: call it on each"
 
 

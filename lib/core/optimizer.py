@@ -21,7 +21,7 @@ SWITCH = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "
 
 
 def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a wrapped model and a loss: one, or AdamW and Muon. Raises UsageError for options."""
+    """Return the optimizers of a model and its loss: one, or AdamW and Muon. Raises UsageError for wrong options."""
     kind, options = find_class(args.optimizer), read_options(args.optimizer_arg)
     groups = decay_groups(nn.ModuleList([unwrap(model), loss]), args.weight_decay)  # names without DDP's
     if kind is not torch.optim.Muon:

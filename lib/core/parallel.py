@@ -57,7 +57,7 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
         for part in (parts if args.compile == "blocks" else []) or [model]:
-            own = vars(part).get("forward")  # a bound method's copy computes with the weights of the part's copy
+            own = vars(part).get("forward")  # else a method, which a copy of the part has for its own weights
             part.forward = torch.compile(own) if own else MethodType(torch.compile(type(part).forward), part)
     if "torch._dynamo" in sys.modules:  # get_model may compile, too
         _configure_compiler(engine)

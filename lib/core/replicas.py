@@ -42,7 +42,7 @@ CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # f
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: if it matters, seed it, or save it"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
-MOST_BYTES, MOST_VALUES, MOST_ROWS = 1 << 25, 1 << 14, 1 << 12  # compared of a value, an array in it, a list
+MOST_BYTES, MOST_VALUES, MOST_ROWS = 1 << 25, 1 << 14, 1 << 12  # bytes, values of an array, entries of a list
 
 
 class Checks:
@@ -217,9 +217,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
                 is_state = isinstance(value, int | float | str) or key in ("on_device", "tensors", "weights")
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 is_state |= isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) < MOST_BYTES
-                rows = value[:MOST_ROWS] if isinstance(value, list) else [None]  # a cache has more each time
-                if len(rows) < MOST_ROWS and all(isinstance(one, PLAIN) for one in rows):
-                    key, is_state = key if is_state else f"{key} of {len(rows)}", True
+                if isinstance(value, list) and len(value) <= MOST_ROWS and not is_state:  # a cache grows
+                    key, is_state = f"{key} of {len(value)}", all(isinstance(one, PLAIN) for one in value)
                 if is_state or callable(value):  # a transform of a library, which reading may change, by its id
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
                     named.setdefault(place, []).append(value if is_state or is_own(type(value)) else id(value))

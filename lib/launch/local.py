@@ -59,7 +59,9 @@ def count_processes(args: Args) -> int:
     """Return how many processes this machine runs."""
     import torch
 
-    return len(args.gpus.split(",")) if args.gpus else args.cpu or max(1, torch.accelerator.device_count())
+    if args.gpus:
+        return len(args.gpus.split(","))
+    return args.cpu or max(1, torch.accelerator.device_count())
 
 
 def fork_is_safe() -> bool:

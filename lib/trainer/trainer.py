@@ -68,7 +68,7 @@ class Trainer:
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, args.keep_last, args.keep_hours)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
-        self.must_wait, self.pending_saves = False, []  # until on_evaluation is done; whether to keep each
+        self.must_wait, self.pending_saves = False, []  # saves wait for on_evaluation; keep each?
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
         self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
 
@@ -388,7 +388,7 @@ class Trainer:
         self.read_losses()
         state, found, is_whole = self.state, {}, self.is_whole
         for split in self.val_splits:
-            is_own = type(self).evaluate is not Trainer.evaluate  # it may change weights meanwhile: a stop waits
+            is_own = type(self).evaluate is not Trainer.evaluate  # it may change weights: a stop waits for it
             self.is_whole, self.may_stop = is_whole and not is_own, not (is_own or self.must_wait)
             found[split] = self.evaluate(split)
             self.is_whole, self.may_stop = is_whole, False

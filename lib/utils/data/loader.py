@@ -69,7 +69,7 @@ class Loader:
             mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)
             rounds = math.ceil(len(parts) / self.world.size)  # the same on all ranks: each joins every collective
             for turn in range(rounds):
-                padding = turn >= len(mine)  # the step's last part once more: its gradient is as finite
+                padding = turn >= len(mine)  # the step's last micro-batch again: as finite as that is
                 number = len(parts) - 1 if padding else mine[turn]
                 yield MicroBatch(
                     step=step,

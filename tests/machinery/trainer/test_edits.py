@@ -391,7 +391,7 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
 
 
 class Zeroed(trainer.Trainer):
-    """Is stopped in its first evaluation, which changes a weight meanwhile; saves after each one, ends by itself."""
+    """Is stopped in its first evaluation, which changes a weight; saves after each one, ends by itself."""
 
     stops = True
 
