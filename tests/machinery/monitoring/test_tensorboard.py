@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 import urllib.parse
 import urllib.request
 
@@ -67,6 +68,7 @@ def test_each_figure_is_there_once_at_its_step_after_a_resume_from_an_earlier_on
         logger = Logger(tmp_path, World(), args, plan, State(step=start, samples=start))  # never closed, as if killed
         for step in range(start + 1, end + 1):
             logger.log_evaluation(State(step=step, samples=step, epoch=1), "val", {"loss": 100.0 * end + step})
+        time.sleep(1)  # files of events sort by the second in which they began, and no two starts share one
     board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
     shown = [(point.step, point.value) for point in board.Scalars(tensorboard_tag("val/loss"))]
     assert shown == [(line["step"], line["val/loss"]) for line in lines(tmp_path)]
