@@ -2,6 +2,7 @@
 
     uv pip install --group bench
     python scripts/bench/compare.py [CASE ...] [-peers plain,limit,lightning] [-procs 1 2] [-rounds 3]
+    python scripts/bench/compare.py -smoke      # two steps of each: it only shows that all of them run
 
 A round starts every run once, in a random order. Each run is a whole process, from the start of Python to its end,
 with all that it does by default. The time of one step is the difference between a long and a short run, divided by
@@ -67,11 +68,11 @@ class Case:
     limit: bool = True  # whether the limit can do it
 
 
-NUMBERS = "-dataset fake -loss mse -arch mlp -channels 1"
-MLP = f"{NUMBERS} -fake_samples 48000 -image_size 8 -num_classes 10 -mlp_width 64 -mlp_depth 1 -batch_size 32"
+NOISE = "-dataset fake -arch mlp -channels 1"
+MLP = f"{NOISE} -fake_samples 48000 -image_size 8 -num_classes 10 -mlp_width 64 -mlp_depth 1 -batch_size 32"
 RESNET = "-dataset fake -fake_samples 80 -image_size 64 -num_classes 10 -batch_size 8 -lr_start 1e-5"
 GPT = "-dataset tokens -tokens_samples 400 -batch_size 8"
-LARGE = f"{NUMBERS} -fake_samples 1920 -image_size 32 -num_classes 1024 -mlp_width 2048 -batch_size 8 -epochs 1"
+LARGE = f"{NOISE} -fake_samples 1920 -image_size 32 -num_classes 1024 -mlp_width 2048 -batch_size 8 -epochs 1"
 CASES = {
     "digits": Case("the default run: 30 epochs of 20 steps", short="-epochs 10"),
     "mlp": Case("MLP 64-64-10, batch 32", MLP, "-epochs 1", "-epochs 3"),
@@ -115,6 +116,9 @@ class Unequal(Exception):
 
 def main(argv: list[str] | None = None):
     args = parse(argv)
+    if args.smoke:
+        smoke({CASES[name].flags for name in args.cases})
+        return
     names = installed([BATON, *args.peers], args.composer)
     print(describe_machine(names, argv))
     with adopting_orphans(), keep_a_core_busy(args.busy):
@@ -133,6 +137,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("-procs", type=int, nargs="+", default=[1, 2], help="numbers of processes (1 2)")
     parser.add_argument("-rounds", type=int, default=3, help="runs of each kind (3)")
     parser.add_argument("-threads", type=int, help="OMP_NUM_THREADS of every run (what each chooses)")
+    parser.add_argument("-smoke", action="store_true", help="two steps of train.py and of the plain script, untimed")
     parser.add_argument("-busy", action="store_true", help="keep one core busy with other work")
     parser.add_argument("-composer", metavar="PYTHON", help="the Python of an environment with Composer")
     args = parser.parse_args(argv)
@@ -189,6 +194,16 @@ def keep_a_core_busy(wanted: bool):
         if spinning:
             spinning.kill()
             spinning.wait()
+
+
+def smoke(cases: set[str]):
+    """Run two steps of each case."""
+    for flags in sorted(cases):
+        with tempfile.TemporaryDirectory() as folder:
+            command = f"{flags} -limit_steps 2"
+            runs = {name: run(name, command, Path(folder, name), Options(threads=1)) for name in (BATON, PLAIN)}
+        check_equal(runs, tolerance=0.0)
+        print(f"as many steps: {command}", flush=True)
 
 
 def measure(case: Case, names: list[str], rounds: int, options: Options) -> dict[tuple[str, str], list[Run]]:

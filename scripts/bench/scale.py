@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None):
     print(f"`{command}` on {os.cpu_count()} cores, {versions}, {datetime.date.today()}")
     for part in args.parts or PARTS:
         rows = PARTS[part](args)
+        if not rows:
+            print(f"\n{part}: for none of these -ranks, {args.ranks}", flush=True)
+            continue
         print(f"\n{part}\n\n| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")
         for row in rows:
             print(f"| {' | '.join(shown(value) for value in row.values())} |", flush=True)

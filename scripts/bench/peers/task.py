@@ -37,7 +37,6 @@ def flags() -> argparse.Namespace:
     parser.add_argument("-compile", nargs="?", const="blocks", help="limit.py: torch.compile")
     parser.add_argument("-limit_steps", type=int, help="save and stop after this step")
     parser.add_argument("-save_every", default="1epoch", help="1epoch, or Nsteps")
-    parser.add_argument("-loss", choices=("cross_entropy", "mse"), default="cross_entropy")
     for name, default in {"lr_start": 1e-3, "lr_end": 1e-6, "lr_warmup": 0.0, "weight_decay": 0.01}.items():
         parser.add_argument(f"-{name}", type=float, default=default)
     for name in ("label_smoothing", "clip_grad"):
@@ -86,18 +85,14 @@ def model(args) -> nn.Module:
 
 
 def loss_of(args, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of a batch: classes (B, C), tokens (B, length, C), or numbers."""
-    if args.loss == "mse":
-        return functional.mse_loss(outputs, targets)
+    """Return the mean loss of a batch: of classes (B, C), or tokens (B, length, C)."""
     outputs, targets = outputs.flatten(0, -2), targets.flatten()
     return functional.cross_entropy(outputs, targets, label_smoothing=args.label_smoothing)
 
 
 def sums(args, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return what a batch adds to an evaluation: loss times samples, right answers (of tokens: shares), samples."""
-    right = torch.zeros(len(targets))
-    if args.loss == "cross_entropy":
-        right = (outputs.argmax(-1) == targets).float().reshape(len(targets), -1).mean(1)
+    right = (outputs.argmax(-1) == targets).float().reshape(len(targets), -1).mean(1)
     return torch.stack([loss_of(args, outputs, targets) * len(targets), right.sum(), torch.tensor(len(targets))])
 
 

@@ -51,9 +51,13 @@ def test_one_and_two_processes_on_gpus_end_at_the_same_bits(flags, tmp_path):
     assert distance(tmp_path / "one", tmp_path / "two") == 0
 
 
-def test_the_benchmark_of_gpus_runs_on_the_cpu():
-    output = python("scripts/bench/gpu.py", "-smoke", "-only", "gpt")
-    assert output.count('"ratio') == 1, output
+COMPARE = pytest.param("compare.py mlp resnet gpt", "as many", 3, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("command", "sign", "count"), [("gpu.py -only gpt", '"ratio', 1), COMPARE])
+def test_the_benchmarks_run_in_their_smallest_form_on_the_cpu(command, sign, count):
+    output = python(*f"scripts/bench/{command} -smoke".split())
+    assert output.count(sign) == count, output
 
 
 @pytest.fixture(scope="module")
