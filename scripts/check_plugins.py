@@ -6,17 +6,21 @@ import inspect
 import logging
 import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
+from lib.config import Args, parse_args, to_yaml
 from lib.core import replicas
 from lib.core.replicas import OURS
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
-from lib.utils.errors import suggest
+from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
@@ -27,13 +31,15 @@ METHODS = {"evaluate", "validate", "save", "evaluate_best", "whole_weights"}  # 
 COLLECTIVE = METHODS | {"all_reduce", "all_gather", "all_gather_object", "gather", "broadcast", "barrier"}
 GATHER = "evaluates: return Ratio(sum, count), or gather it in on_evaluation, without padding (count 0)"
 OF_A_SHARE = {"evaluation_step": GATHER, "compute_metrics": GATHER}  # methods that see samples of one process
-OF_A_SHARE |= {"training_step": "trains on: a log_scalar() in training_step counts that of all"}
+OF_A_SHARE |= {"training_step": "trains on: log_scalar() counts that of all, optimizer_step changes what is saved"}
 IN_STEP = set("train_step training_step optimizer_step clip_gradients due_optimizers set_learning_rate".split())
+BY_RANK = r"(not )?[\w.]*\b(is_main|is_writer)|(not )?[\w.]*\brank(\(\))?( == 0| != 0| > 0)?"  # tests
 ADVICE = "changes with the number of micro-batches and processes"
 
 
 def warn(trainer: Any) -> None:
-    """Warn of methods that nothing calls, and of what `faults` finds."""
+    """Warn of methods that nothing calls, and of what `faults` finds. Raises UsageError as `check_flags` does."""
+    check_flags(trainer.args)
     kinds = type(trainer).__mro__
     model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
     base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
@@ -42,9 +48,11 @@ def warn(trainer: Any) -> None:
     names = names - {*dir(base), *dir(nn.Module)} | OF_OTHERS & {*dir(model[0])}
     modules = {one for root in find_parts(trainer).modules.values() for one in root.modules()}
     parts = {kind for one in modules for kind in type(one).__mro__}
-    with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook, or without its source
+    if (classes := trainer.plan.data["classes"]) and len(classes) != trainer.args.num_classes:
+        log.warning("the data have %d classes, and -num_classes is %d", len(classes), trainer.args.num_classes)
+    with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
         files = {kind.__module__ for kind in {*own, *model}} - {"builtins"} | {"lib.core.optimizer"}
-        text = "".join(inspect.getsource(sys.modules[file]) for file in files if not file.startswith("torch."))
+        text = "".join(_source(sys.modules.get(file)) for file in files if not file.startswith("torch."))
         for name in sorted(names):
             if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
                 hint = suggest(name, vars(base).keys() - {name})
@@ -56,7 +64,7 @@ def warn(trainer: Any) -> None:
             log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
         update = _source(kinds[0].optimizer_step)
         clips = re.search(
-            r"clip_grad\b|clip_gradients|(?<!def )optimizer_step\(|self\.(?!due_optimizers)\w+\(", update
+            r"clip_grad\b|clip_gradients|(?<!def )optimizer_step\(|self\.(?!due_optimizers|log_scalar)\w+\(", update
         )
         if trainer.args.clip_grad and update and not clips:
             log.warning("-clip_grad: this optimizer_step ignores it: let it call self.clip_gradients(due)")
@@ -67,7 +75,7 @@ def warn(trainer: Any) -> None:
         known |= {"targets"} if "count_targets" in overrides else set()
         known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
         is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
-        for module in {sys.modules[kind.__module__] for kind in {*own, *parts, base}}:
+        for module in {sys.modules.get(kind.__module__) for kind in {*own, *parts, base}}:
             is_own = OURS.match(getattr(module, "__file__", None) or "")
             if is_own and module.__name__ != "lib.core.loss":  # whose sum is divided elsewhere
                 for line, fault in faults(_source(module), is_cut, is_shared, known):
@@ -76,6 +84,24 @@ def warn(trainer: Any) -> None:
         for kind in {type(one) for one in nested(loader.dataset)} if loader.workers else ():
             for name in counters(_source(kind)) if replicas.is_own(kind) else ():
                 log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
+
+
+def check_flags(args: Args) -> None:
+    """Raise UsageError for a flag that config.yaml, by which a run is resumed and its model built, would change."""
+    text = to_yaml(args, {})
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.yaml")
+        file.write_text(text)
+        try:
+            again = vars(parse_args(["-cfg", str(file)], describe=False))
+        except UsageError as error:
+            fault = str(error).replace(f"{file}: ", "")
+            raise UsageError(f"config.yaml cannot keep a flag of a plugin: {fault}") from None
+    for name in yaml.safe_load(text).keys() & again.keys():
+        before, now = (list(one) if isinstance(one, tuple) else one for one in (getattr(args, name), again[name]))
+        if before != now and repr(before) != repr(now):  # NaN is no NaN
+            hint = "give it a type whose values read as themselves, as type=int or type=bool, and such a default"
+            raise UsageError(f"-{name} is {before!r:.40}, and {now!r:.40} when config.yaml is read again: {hint}")
 
 
 def faults(
@@ -119,6 +145,11 @@ def faults(
 def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     """Yield lines with losses that are no means over samples: those of micro-batches add up to another gradient."""
     divided = {id(part) for one in ast.walk(tree) if _divides(one) for part in ast.walk(one)}
+    steps = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
+    for step in [one for one in steps if not knows_targets and ".training_step(" not in ast.unparse(one)]:
+        for call in _calls(step):  # a copy of the targets: what is masked in place counts as such
+            if _name(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
+                yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
     for call in _calls(tree):
         name = _name(call)
         options = {one.arg: getattr(one.value, "value", one) for one in call.keywords}  # of constants the values
@@ -192,8 +223,8 @@ def _adds_to(node: ast.AST) -> list[ast.expr]:
 
 def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines of loops over a loader's first batches, or that never ask whether one is padding."""
-    for loop in [one for one in ast.walk(function) if isinstance(one, ast.For)]:
-        if not any(_name(one) == "epoch" and "loaders" in ast.unparse(one.func) for one in _calls(loop.iter)):
+    for loop in [one for one in ast.walk(function) if isinstance(one, ast.For | ast.comprehension)]:
+        if not any(_name(one) == "epoch" and "loader" in ast.unparse(one.func) for one in _calls(loop.iter)):
             continue
         loops = [one for one in ast.walk(loop) if one is not loop and isinstance(one, LOOPS)]
         inner = {id(each) for one in loops for each in ast.walk(one)}
@@ -202,21 +233,33 @@ def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         ends = [one for one in tests if "stop" not in one and not re.fullmatch(r"not .*count|.*count == 0", one)]
         if ends or "islice" in ast.unparse(loop.iter):
             fault = "the first batches are others on each number of processes"
-            yield loop.lineno, f"{fault}: take a Subset in get_dataset"
+            yield loop.iter.lineno, f"{fault}: take a Subset in get_dataset"
         elif not re.search(r"\.count\b|train_step", ast.unparse(function)):
             fault = "a process may get a step's last micro-batch once more, as padding"
-            yield loop.lineno, f"{fault}: leave it out if micro_batch.count is 0"
+            yield loop.iter.lineno, f"{fault}: leave it out if micro_batch.count is 0"
 
 
 def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
-    """Yield lines where one process alone calls what all must call together: it would wait for the others."""
-    for one in [one for one in ast.walk(function) if isinstance(one, ast.If)]:
-        if re.search(r"\b(is_main|is_writer|rank == 0)\b|not [\w.]*\brank\b", ast.unparse(one.test)):
-            of_others = {_name(call) for statement in one.orelse for call in _calls(statement)}
-            for call in [call for statement in one.body for call in _calls(statement)]:
+    """Yield lines where some processes alone call what all must call together: they would wait for the others."""
+    fields = [getattr(node, name, []) for node in ast.walk(function) for name in ("body", "orelse", "finalbody")]
+    found: list[tuple[ast.expr, list, list]] = []  # a test, what follows where it holds, and where not
+    for block in [one for one in fields if isinstance(one, list)]:
+        for place, one in enumerate(block):
+            if isinstance(one, ast.If):
+                ends = isinstance(one.body[-1], ast.Return | ast.Continue)
+                found.append((one.test, one.body, [*one.orelse, *(block[place + 1 :] if ends else [])]))
+    found += [(one.values[0], one.values[1:], []) for one in ast.walk(function) if isinstance(one, ast.BoolOp)]
+    for test, *sides in found:
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        texts = [ast.unparse(part) for part in parts]
+        if any("size" in text for text in texts) or not any(re.fullmatch(BY_RANK, text) for text in texts):
+            continue
+        calls = [[call for statement in side for call in _calls(statement)] for side in sides]
+        for mine, theirs in (calls, calls[::-1]):
+            for call in mine:
                 text = ast.unparse(call.func)
                 is_collective = re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text)
-                if is_collective and _name(call) in COLLECTIVE - of_others:
+                if is_collective and _name(call) in COLLECTIVE - {_name(other) for other in theirs}:
                     yield call.lineno, f"{text} waits for all processes: call it on each"
 
 

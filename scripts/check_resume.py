@@ -23,6 +23,7 @@ import torch
 
 from lib import launch
 from lib.launch import local
+from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
 
@@ -114,11 +115,15 @@ class Check:
 
     def rows(self) -> int:
         """Run and print all rows, and the cause of the first that differs."""
-        print(f"-check_resume: {self.steps} steps of {self.args.model}, in {self.folder} (removed at the end)")
+        print(f"-check_resume: up to {self.steps} steps of {self.args.model}, in {self.folder} (removed at the end)")
         print("the first run, without a kill, shows how long the others take", flush=True)
         started = time.monotonic()
         self.complete(Row("", "uninterrupted", [self.size]))
         self.seconds = time.monotonic() - started
+        outcome = run_folder.read_json(self.folder / "uninterrupted" / "outcome.json")
+        self.steps = outcome["step"]  # fewer, where the run ends before
+        if self.steps < 2:
+            raise Broken("the run ends after its first step, and there is nothing to resume")
         facts = ledger.read(self.ledger("uninterrupted"))[0].facts
         self.batch = facts["batch"]
         self.args = change_flags(self.args, threads=facts["threads"])  # other numbers of processes would have others

@@ -250,7 +250,7 @@ def class_numbers(dataset: Any, flag: str) -> Tensor:
     if labels is None or labels.is_floating_point() or not labels.numel():
         found = "has none" if labels is None else f"has {labels.dtype} {tuple(labels.shape)}"
         wanted = "the training samples must list their classes, as dataset.labels or dataset.targets"
-        raise UsageError(f"{flag}: {wanted}, and {type(dataset).__name__} {found}")
+        raise UsageError(f"{flag}: {wanted}, and {type(fetch.nested(dataset, wrapped=False)[-1]).__name__} {found}")
     if option(dataset, "target_transform") is not None:
         raise UsageError(f"{flag}: the training samples list their classes as they are before their target_transform")
     return labels.long()

@@ -31,7 +31,11 @@ set_up() {
             "stop this (Ctrl-C), then type: export UV_TORCH_BACKEND=cpu" >&2
     fi
     # Compiled now: importing torch takes twice as long where Python may not keep what it compiled.
-    "$uv" pip install --python .venv/bin/python --compile-bytecode -r pyproject.toml ${group:+--group "$group"}
+    if ! "$uv" pip install --python .venv/bin/python --compile-bytecode -r pyproject.toml ${group:+--group "$group"}; then
+        [ -z "${UV_TORCH_BACKEND:-}" ] || echo "baton: by UV_TORCH_BACKEND=$UV_TORCH_BACKEND torch comes from" \
+            "download.pytorch.org: where that cannot be reached, unset UV_TORCH_BACKEND" >&2
+        return 1
+    fi
     printf '%s' "$wanted" > "$mark"
 }
 

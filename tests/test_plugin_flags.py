@@ -12,6 +12,7 @@ from lib import config, launch
 from lib.config import plugins
 from lib.core import loss
 from lib.utils.errors import UsageError
+from scripts import check_plugins
 
 
 @pytest.mark.parametrize("number", ["-3", "-3.5", "-.5", "-1e-3", "-1E+3", "-1e3", "-2.", "+4", "1e-3", "-inf"])
@@ -34,7 +35,7 @@ def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch
         ("add_argument('odd_x')", "odd_x: call it -odd_x, with a value or store_true"),
         ("add_argument('-odd_x', action='store_false')", "-odd_x: call it -odd_x, with a value or store_true"),
         ("add_argument('-odd_x', action='count')", "-odd_x: call it -odd_x, with a value or store_true"),
-        ("set_defaults(epoch=3)", "sets a default of -epoch, which is no flag (do you mean epochs?)"),
+        ("set_defaults(epoch=3)", "sets a default of -epoch, which is no shared flag (do you mean epochs?)"),
     ],
 )
 def test_a_plugin_flag_that_config_yaml_cannot_hold_is_refused(line, message, monkeypatch, tmp_path):
@@ -139,7 +140,7 @@ def get_dataset(args): pass
 def test_describe_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
     text = "def describe(args): return {'classes': 3}\nget_dataset = print\n"
     plugin_file(monkeypatch, tmp_path, "dataset", "wrong", text)
-    said = "lib.dataset.wrong: sets a default of -classes, which is no flag (do you mean num_classes"
+    said = "lib.dataset.wrong: sets a default of -classes, which is no shared flag (do you mean num_classes"
     assert refusal("-dataset wrong").startswith(said)
 
 
@@ -279,6 +280,11 @@ def get_model(args): pass
     file = tmp_path / "config.yaml"
     file.write_text("arch: many\n")
     assert parsed(["-cfg", str(file), "-many_needed", "a"]).many_needed == "a"
+    text = "def add_args(parser): parser.add_argument('-raw', default=3); parser.set_defaults(steps=9)"
+    plugin_file(monkeypatch, tmp_path, "arch", "raw", f"{text}\ndef get_model(args): pass")
+    with pytest.raises(UsageError, match=r"-raw is 3, and '3' when config.yaml is read again"):
+        check_plugins.check_flags(parsed("-arch raw"))
+    assert "-epochs and -steps exclude each other" in refusal("-arch raw -epochs 2")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import inspect
-import math
 from argparse import Namespace
 from typing import Any
 
@@ -137,5 +136,5 @@ def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: T
     if norm.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["found_inf"] = (~torch.isfinite(norm)).float()  # their own switch, as GradScaler uses it
         optimizer.step()
-    elif math.isfinite(norm.item()):
+    elif torch.isfinite(norm):
         scaler.step(optimizer)

@@ -57,8 +57,8 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
         for part in (parts if args.compile == "blocks" else []) or [model]:
-            own = vars(part).get("forward")  # else a method, which a copy of the part has for its own weights
-            part.forward = torch.compile(own) if own else MethodType(torch.compile(type(part).forward), part)
+            code, of = (getattr(part.forward, name, None) for name in ("__func__", "__self__"))  # or copies have it
+            part.forward = MethodType(torch.compile(code), of) if code else torch.compile(part.forward)
     if "torch._dynamo" in sys.modules:  # get_model may compile, too
         _configure_compiler(engine)
     if args.recompute and not parts:

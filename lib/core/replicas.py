@@ -30,9 +30,9 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-# Attributes that no subclass may replace.
-FIXED = {*"args checkpoints config folder loss_sums metrics plan precision rate saved scaler state stop".split()}
-MADE_LATER = {*"all_optimizers checks engine has_stepped measured micro_batch trained".split()}  # by the trainer
+# Attributes of the trainer that a subclass may replace, and those that the trainer makes later.
+MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule total_steps val_splits".split()}
+MADE_LATER = {*"all_optimizers checks counted engine has_stepped measured micro_batch trained".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
@@ -141,8 +141,8 @@ class Checks:
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
                 self.said[text] = names
-        known = {**now, **self.values}
-        names = [name for name, mark in now.items() if None not in (mark, known[name]) and mark != known[name]]
+        known = {**{name: mark for name, mark in now.items() if not name.startswith("trainer.")}, **self.values}
+        names = [name for name, mark in now.items() if mark is not None and mark != known.get(name, "") is not None]
         self.values = known | dict.fromkeys(names)  # named once
         if names:
             advice = "right if nothing needs it later; else make it a saved buffer or a state, alike on all ranks"
@@ -152,11 +152,6 @@ class Checks:
             take_first([*root.buffers(), *(one for name, one in root.named_parameters() if is_statistic(name))])
         self.compare(f"at step {state.step}; at step {self.agreed} all were the same")
         self.agreed = state.step
-
-    def norms(self) -> Tensor:
-        """Return the norms of the model's parameters of 16 bits or more, (parameters,): of this rank's parts."""
-        wide = [one for one in self.trainer.model.parameters() if one.is_floating_point() and one.itemsize > 1]
-        return torch.stack(torch._foreach_norm([*map(shards.local_part, wide)])) if wide else torch.zeros(0)
 
     def compare(self, when: str) -> None:
         """Compare all copies of weights and states. Raises RuntimeError on all ranks, which call this together."""
@@ -180,7 +175,8 @@ def parts_of(trainer: Any) -> set[tuple[str, int]]:
 def check_names(trainer: Any) -> None:
     """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names."""
     for name, own in sorted(vars(trainer).items()):
-        replaced = name in FIXED | MADE_LATER and id(own) != trainer.of_base.get(name, id(None))
+        is_fixed = name in ({*trainer.of_base} | MADE_LATER) - MAY_REPLACE
+        replaced = is_fixed and id(own) != trainer.of_base.get(name, id(None))
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)
         if replaced or hides or (name == "schedule" and not isinstance(own, dict)):
             raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
@@ -214,11 +210,12 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     for split, loader in trainer.loaders.items():
         for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
             for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():  # which may come later
-                is_state = isinstance(value, int | float | str) or key in ("on_device", "tensors", "weights")
+                is_state = isinstance(value, PLAIN | None) or key in ("on_device", "tensors", "weights")
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 is_state |= isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) < MOST_BYTES
-                if isinstance(value, list) and len(value) <= MOST_ROWS and not is_state:  # a cache grows
-                    key, is_state = f"{key} of {len(value)}", all(isinstance(one, PLAIN) for one in value)
+                if isinstance(value, list | dict) and len(value) <= MOST_ROWS and not is_state:  # a cache grows
+                    entries = [*value.values()] if isinstance(value, dict) else value
+                    key, is_state = f"{key} of {len(value)}", all(isinstance(one, PLAIN) for one in entries)
                 if is_state or callable(value):  # a transform of a library, which reading may change, by its id
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
                     named.setdefault(place, []).append(value if is_state or is_own(type(value)) else id(value))

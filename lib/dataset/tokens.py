@@ -164,8 +164,7 @@ def read_meta(data: str) -> dict | None:
 def open_split(split: str, files: list[Path], vocabulary: int, meta: dict) -> np.ndarray | Joined:
     """Map the token files of a split. Raises UsageError for one that does not hold tokens below `vocabulary`."""
     is_certain = "type" in meta and split in meta  # by meta.json, these are tokens
-    checked = -(-CHECKED // len(files))
-    parts = [open_tokens(file, vocabulary, meta, is_certain, checked) for file in files]
+    parts = [open_tokens(file, vocabulary, meta, is_certain, -(-CHECKED // len(files))) for file in files]
     count, place = sum(map(len, parts)), files[0] if len(files) == 1 else f"{files[0]} to {files[-1].name}"
     if meta.get(split, count) != count:
         raise UsageError(f"{place} has {count:,} tokens, and meta.json says {meta[split]:,}: copy it again")

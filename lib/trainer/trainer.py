@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import logging
 import math
-import string
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -65,15 +64,16 @@ class Trainer:
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
-        self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
+        self.may_stop, self.marks = False, None  # whether `evaluate` votes on a stop; of what is saved, before it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, args.keep_last, args.keep_hours)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
-        self.must_wait, self.pending_saves = False, []  # saves wait for on_evaluation; keep each?
+        self.must_wait, self.pending_saves = False, []  # in a step or a hook saves wait here: whether to keep each
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
         self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
+        self.counted = {**batch} if isinstance(batch, Mapping) else batch  # a subclass may hand on a part of it
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
             by_part = getattr(self.loaders["train"].dataset, "losses_by_part", lambda *_: {})  # of a mixture
@@ -192,15 +192,15 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
-        self.trained, self.micro_batch = optimizers.parameters_of(self.all_optimizers), None  # until a pass begins
+        self.trained, self.must_wait, self.micro_batch = optimizers.parameters_of(self.all_optimizers), True, None
         for parameter in self.trained:
             parameter.grad = None
         for micro_batch, batch in batches:
             self.engine.begin_pass(micro_batch, self.trained)
-            given = {**batch} if isinstance(batch, Mapping) else batch
+            self.counted = {**batch} if isinstance(batch, Mapping) else batch
             with self.checks.watch_pass(micro_batch):
-                loss = self.call_training_step(batch, micro_batch)  # which may mask targets
-                count = self.count_targets(given, micro_batch.count) if micro_batch.count else 0
+                loss = self.call_training_step(batch, micro_batch)
+                count = self.count_targets(self.counted, micro_batch.count) if micro_batch.count else 0
                 self.backward(loss, micro_batch, count)
             if micro_batch.last:
                 break
@@ -223,6 +223,7 @@ class Trainer:
         self.state.samples += micro_batch.step_samples
         self.logger.step()
         self.checks.count_step()
+        self.must_wait = False
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
@@ -314,6 +315,7 @@ class Trainer:
         milestone = self.args.keep_every and self.is_due(f"{self.args.keep_every}epochs")
         save = milestone or self.is_due(self.args.save_every)
         if self.is_due(self.args.eval_every) or state.step >= self.total_steps:
+            self.is_whole = type(self).validate is Trainer.validate  # as with after_step
             self.validate()
         state.evaluated = True
         if state.step % self.plan.steps == 0:
@@ -332,7 +334,7 @@ class Trainer:
                 return self.is_due("1epoch")
             self.read_losses()  # after a bad step the weights may be NaN
             return self.is_due("1epoch") or not distributed.all_reduce_max([self.state.bad_row], self.world)[0]
-        number = int(every.rstrip(string.ascii_letters))  # epochs if there is no unit
+        number = int("".join(filter(str.isdigit, every)))  # epochs if there is no unit
         if "minute" in every:
             return self.stop.voted and self.checkpoints.is_late(number)
         return (self.state.step if "step" in every else self.state.step / self.plan.steps) % number == 0
@@ -386,14 +388,12 @@ class Trainer:
     def validate(self) -> None:
         """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
         self.read_losses()
-        state, found, is_whole = self.state, {}, self.is_whole
+        state, found = self.state, {}
+        self.marks, self.may_stop = self.saved_marks(), not self.must_wait and type(self).validate is Trainer.validate
         for split in self.val_splits:
-            is_own = type(self).evaluate is not Trainer.evaluate  # it may change weights: a stop waits for it
-            self.is_whole, self.may_stop = is_whole and not is_own, not (is_own or self.must_wait)
             found[split] = self.evaluate(split)
-            self.is_whole, self.may_stop = is_whole, False
             self.logger.log_evaluation(state, split, found[split])
-        best = None
+        self.marks, self.may_stop, best = None, False, None
         if found:
             figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
             figures |= found[self.val_splits[0]]  # the first set's need no name in front
@@ -426,11 +426,13 @@ class Trainer:
     def evaluate(self, split: str) -> dict[str, float]:
         """Return a split's metrics over the samples of all ranks. Raises preemption.Stopped if a stop ends it."""
         totals = metrics.Sums()
+        is_changed = self.may_stop and self.marks != self.saved_marks()  # for its time: not to be saved
+        may_stop = self.may_stop and not distributed.all_reduce_max([is_changed], self.world)[0]
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
-            is_stopped, self.measured = False, self.checks.norms()
+            is_stopped, self.measured = False, self.saved_marks()
             for micro_batch, batch in self.loaders[split].epoch(0):
                 self.micro_batch = micro_batch
                 if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # need all ranks
@@ -442,7 +444,7 @@ class Trainer:
                         raise UsageError("evaluation_step exchanges values, not on all ranks: give Ratio(sum, count)")
                     if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
                         totals.update(given, micro_batch.count)
-                if is_stopped := self.may_stop and self.stop.tick(training=False):
+                if is_stopped := may_stop and self.stop.tick(training=False):
                     break
         self.engine.buffers.share()  # which the passes may have changed
         if is_stopped:
@@ -451,6 +453,11 @@ class Trainer:
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
         return metrics.means(totals.reduce())
+
+    def saved_marks(self) -> dict[str, Any]:
+        """Return marks of what is saved, {} if `evaluate` is this class's. DDP itself changes buffers."""
+        is_own, is_exact = type(self).evaluate is not Trainer.evaluate, self.plan.engine == "exact"
+        return self.checks.checksums(lambda _, one: is_exact or isinstance(one, nn.Parameter)) if is_own else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -471,7 +478,7 @@ class Trainer:
                 module.training = training
 
     def save(self, keep: bool = False) -> None:
-        """Begin a checkpoint, unless this moment has one; after on_evaluation and on_epoch_end. `keep`: for good."""
+        """Begin a checkpoint, unless this moment has one; in a step or a hook, after its end. `keep`: for good."""
         if self.must_wait:
             self.pending_saves.append(keep)
             return
@@ -508,8 +515,8 @@ class Trainer:
     def whole_weights(self, wanted: bool) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
         with self.evaluated_weights():
-            is_own = type(self).evaluate is not Trainer.evaluate and hasattr(self, "measured")
-            if is_own and not torch.equal(self.measured, self.checks.norms()):
+            kept, measured = self.saved_marks(), vars(self).get("measured", {})
+            if any(name.startswith("model.") and kept[name] != measured[name] for name in measured):
                 log.warning("evaluate() measures other weights than are kept: let evaluated_weights() choose them")
             return weights.gather(model_tensors(self.model), wanted)
 
@@ -535,7 +542,7 @@ class Trainer:
             raise RuntimeError(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
-        self.may_stop, best, found = type(self).evaluate is Trainer.evaluate, self.state.best, {}
+        self.marks, self.may_stop, best, found = self.saved_marks(), True, self.state.best, {}
         if best and (best["evaluation"] < self.state.evaluations or self.state.validated < self.state.step):
             found["test_best"] = self.evaluate_best()
         found["test"] = self.evaluate("test")
@@ -558,7 +565,8 @@ class Trainer:
         outcome |= {"test": {}, **(figures or {})}
         if finished and self.state.step < self.plan.total_steps:
             outcome["reason"] = "is_done() or total_steps of this trainer"
-            if self.args.stop_after and (best := self.state.best):
+            best, after = self.state.best, self.args.stop_after
+            if best and after and self.state.evaluations - best["evaluation"] >= after:
                 outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {best['epoch']}"
         if self.world.is_writer:
             run_folder.write_outcome(self.folder, self.world, **outcome)

@@ -101,8 +101,7 @@ class Calls:
                 os.lseek(fd, at + count, os.SEEK_SET)
             return count
 
-        entry = ("write", where, handle, at, data)
-        return self.call(entry, lambda: act(len(data)), half=lambda: act(len(data) // 2))
+        return self.call(("write", where, handle, at, data), lambda: act(len(data)), half=lambda: act(len(data) // 2))
 
     def fsync(self, fd):
         number = fd if isinstance(fd, int) else fd.fileno()

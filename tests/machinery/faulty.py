@@ -16,7 +16,6 @@ from lib.utils import preemption
 from lib.utils.errors import STOP_SIGNALS
 
 LIMIT = 120  # seconds a rank waits for the test to release it, or for its signal handler
-NAMES = {number.name for number in STOP_SIGNALS}
 
 
 class Trainer(trainer.Trainer):
@@ -37,7 +36,7 @@ class Trainer(trainer.Trainer):
             self.fault = {}
             write_note(Path(fault["notes"]), self.world.rank)
             FAULTS[fault["do"]](fault)
-            if fault.get("signal") in NAMES:
+            if fault.get("signal") in {number.name for number in STOP_SIGNALS}:
                 wait(lambda: self.stop.signalled_at is not None)
 
 

@@ -30,7 +30,7 @@ def saving(trainer: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_between = trainer.is_whole and trainer.checks.steps > 0
+        is_between = trainer.is_whole and trainer.checks.steps > 0 and trainer.marks in (None, trainer.saved_marks())
         if is_between and (run_folder.is_lost_peer(error) if trainer.world.size > 1 else trainer.micro_batch is None):
             watchdog.begin("saving the last whole step, as a process is lost")
             try:
@@ -74,9 +74,8 @@ def save(trainer: Any) -> None:
     if best == {}:
         raise RuntimeError("the new best weights are on other ranks, and not yet on disk")
     alone.number, alone.best = max(alone.number, saves.number), best
-    every = trainer.args.keep_every
-    keep = bool(every) and trainer.state.evaluated and trainer.is_due(f"{every}epochs")
-    alone.save(*trainer.contents(), step=step, keep=keep)
+    keep = (every := trainer.args.keep_every) and trainer.state.evaluated and trainer.is_due(f"{every}epochs")
+    alone.save(*trainer.contents(), step=step, keep=bool(keep))
     alone.close()
     sys.stderr.write(f"train.py: step {step} is saved; resume: python train.py -cfg {trainer.folder}/config.yaml\n")
 

@@ -16,7 +16,6 @@ import re
 import socket
 import stat
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -243,7 +242,7 @@ class RunFolder:
 
 def _move_away(folder: Path) -> None:
     """Move an old run to out/.old, except the lock and the files of Slurm jobs: one of them may be this start."""
-    target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+    target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6}"
     for entry in [*folder.iterdir()]:
         if entry.name not in (".lock", "slurm"):
             target.mkdir(parents=True, exist_ok=True)
@@ -259,9 +258,8 @@ def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether this is how a process fails when another one is gone. gloo's errors have no class of their own."""
-    by_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # this file imports no torch
     by_gloo = isinstance(error, RuntimeError) and re.search(r"\bgloo/", str(error)) is not None
-    return by_torch or by_gloo
+    return by_gloo or any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # of torch
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict:

@@ -16,7 +16,7 @@ from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
-LOWER_IS_BETTER = {*"loss nll bits mae mse rmse mape error errors perplexity ppl wer cer".split()}  # words
+LOWER_IS_BETTER = "loss logloss nll bits mae mse rmse msle mape error errors perplexity ppl wer cer eer fid ece brier"
 COUNT = "\0count"  # after a metric's name: the sum of its counts
 
 
@@ -149,7 +149,8 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
         if number == 1:
             log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
         return None
-    sign = -1 if direction == "min" or (not direction and LOWER_IS_BETTER & {*name.split("/")[-1].split("_")}) else 1
+    is_lower = {*LOWER_IS_BETTER.split()} & {*name.lower().rpartition("/")[2].split("_")}
+    sign = -1 if direction == "min" or (not direction and is_lower) else 1
     for figure in (name, "/".join([*name.split("/")[:-1], "loss"])):  # outputs that are NaN have an accuracy, too
         if math.isnan(figures.get(figure, 0.0)):
             log.warning("no best weights of this validation: its %s is NaN", figure)

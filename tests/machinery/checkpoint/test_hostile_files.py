@@ -171,14 +171,11 @@ def test_damaged_best_weights_are_named_by_all_who_read_them(damage, copy, finis
     assert outcome(copy)["best"] is None and outcome(finished_run)["best"]
 
 
-STATES = [None, [], "x", {"step": 3, "of another version": 1}]
-
-
 def test_a_manifest_without_a_state_of_this_code_is_passed_over(copy):
     newest, before = names(copy)[:2]
     folder = copy / "checkpoints" / newest
     good = (folder / MANIFEST).read_bytes()
-    for odd in STATES:
+    for odd in [None, [], "x", {"step": 3, "of another version": 1}]:
         (folder / MANIFEST).write_bytes(good)
         saves.change_manifest(folder, lambda manifest, odd=odd: {**manifest, "state": odd})
         past = saves.found(copy)

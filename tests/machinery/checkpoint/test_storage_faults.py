@@ -15,7 +15,6 @@ from lib.utils import files
 from lib.utils.checkpoint import resume, shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_every_one_of_500_flipped_bits_and_50_truncations_is_detected(copy):
@@ -155,7 +154,7 @@ def fail_writes(monkeypatch, when):
             int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
         ):
             path.write_bytes(b"half")
-            raise FULL
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(path, *blocks)
 
     monkeypatch.setattr(shards, "write", write)

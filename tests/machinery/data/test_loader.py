@@ -25,7 +25,6 @@ from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=200)
-FEW = settings(deadline=None, derandomize=True, max_examples=4)
 SEEDS, EPOCHS, RANKS = st.integers(0, 2**31), st.integers(0, 40), st.integers(1, 9)
 
 
@@ -222,7 +221,7 @@ def random_samples(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@FEW
+@settings(deadline=None, derandomize=True, max_examples=4)
 @given(epoch=EPOCHS, ranks=st.integers(2, 4), first=st.integers(1, 3), workers=st.integers(1, 3))
 @pytest.mark.parametrize("dataset", [Whole(DRAWN.items), Subset(DRAWN, range(30))], ids=["all", "part"])
 def test_a_random_sample_is_the_same_for_any_workers_ranks_and_first_step(dataset, epoch, ranks, first, workers):

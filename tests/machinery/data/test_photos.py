@@ -50,8 +50,7 @@ def store(file: Path, image: Image.Image, orientation: int, **options) -> None:
     """Save an image as a camera does that was held in this way."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    turned = image.transpose(INVERSE[orientation]) if orientation in INVERSE else image
-    turned.save(file, exif=exif, **options)
+    (image.transpose(INVERSE[orientation]) if orientation in INVERSE else image).save(file, exif=exif, **options)
 
 
 def test_turned_photos_are_the_same_samples_as_upright_ones_in_training_and_evaluation(tmp_path):

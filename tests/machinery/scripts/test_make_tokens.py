@@ -11,7 +11,6 @@ from lib import config
 from lib.dataset import tokens
 from scripts import make_tokens
 
-TOKENIZERS = require_package("tokenizers", "world")
 TEXT = "".join(f"{number} bottles of beer, ünd another line\n" for number in range(400))
 
 
@@ -80,7 +79,7 @@ def test_no_character_is_cut_between_train_and_val(tmp_path):
         assert "".join(parts) == "ü€" * 9
 
 
-@TOKENIZERS
+@require_package("tokenizers", "world")
 def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, refused, capsys):
     import tokenizers
 

@@ -85,7 +85,6 @@ class Rows(Dataset):
     map = select = with_format = filter = shard
 
 
-ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "batch": FromKwargs}
 DATASETS = {
     "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
     "named": lambda args: {name: Rows(part, "input_values", "label") for name, part in few(args).items()},
@@ -102,7 +101,7 @@ def usual_run(small_plugins, tmp_path_factory):
     ("arch", "dataset"), [("hugging", "rows"), ("batch", "rows"), ("nano", "few"), ("norm_net", "named")]
 )
 def test_models_and_batches_of_many_forms_train_with_the_usual_bits(arch, dataset, usual_run, tmp_path):
-    with plugins(arch=ARCHS, dataset=DATASETS):
+    with plugins(arch={"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "batch": FromKwargs}, dataset=DATASETS):
         for size in (1, 2):
             flags = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
             assert bits(run(tmp_path, flags)) == bits(usual_run), size

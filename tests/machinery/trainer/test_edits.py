@@ -232,7 +232,6 @@ Plateau = with_change(  # lowers the rate when the validation does not get bette
         on_evaluation=lambda self, _, figures: self.plateau.step(figures["loss"]), set_learning_rate=lambda self: None
     ),
 )
-IN_TURN = overriding(training_step=in_turn)
 SETS_RATE = trainer.Trainer.set_learning_rate
 HALVES_RATE = overriding(
     set_learning_rate=lambda self: [SETS_RATE(self), [g.update(lr=g["lr"] / 2) for g in self.optimizer.param_groups]]
@@ -246,7 +245,7 @@ FROZEN_LATE = with_change(  # as a GAN's critic is before the backward pass
 )
 NOISE = acting("optimizer_step", lambda self: [p.grad.add_(torch.randn_like(p) / 99) for p in self.trained])
 EDITS = (OwnStep, HALVES_RATE, NOISE, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
-EDITS += (FROZEN_LATE, HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, IN_TURN)
+EDITS += (FROZEN_LATE, HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, overriding(training_step=in_turn))
 EDITS += (with_change(bool, ema.Trainer),)  # it lacks a flag
 
 
@@ -322,7 +321,8 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
     source += "".join(f"def evaluation_step(self, net, batch, n): self.{one}()\n" for one in ("ema", "model"))
     source += "nn.NLLLoss(weight=None)\nnn.CrossEntropyLoss(weight=w, reduction='none')\ng(reduction='sum') / 8"
     source += "\nF.cross_entropy(a, b, ignore_index=PAD)\nF.cross_entropy(a, b, ignore_index=-100)\nnn.CTCLoss()"
-    tries = ((True,), [4, 1, 2, 3, 9, 11]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
+    source += "\ndef training_step(self, b): return f(b.masked_fill(b < 0, -100))"
+    tries = ((True,), [4, 12, 1, 2, 3, 9, 11]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
     for given, wanted in tries:
         assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
     collects = "def evaluation_step(self, model, b, n):\n self.seen.append(model(b))"
@@ -333,13 +333,14 @@ def compute_metrics(self, o, t):
 def keep(self, o): self.meter.update(o)
 def evaluate(self, split):
   for b in islice(self.loaders[split].epoch(0), 2): pass
-  for m, b in self.loaders[split].epoch(0):
+  for m, b in loader.epoch(0):
     if m.count > 3: break
     if self.stop.agreed: break
 def on_evaluation(self, split, figures):
-  if self.world.is_main: self.save()
+  if not self.world.is_main: return
+  self.save()
 """
-    assert [line for line, _ in check_plugins.faults(shares, False, True)] == [3, 4, 6, 7, 11]
+    assert [line for line, _ in check_plugins.faults(shares, False, True)] == [3, 4, 6, 7, 12]
     late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
     assert [line for line, _ in check_plugins.faults(f"{late}\ndef train_step(self, x):\n [*x]", False)] == [2, 4, 6]
     assert check_plugins.counters("def __getitem__(self, index): self.seen += 1") == {"seen"}
@@ -391,35 +392,44 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
 
 
 class Zeroed(trainer.Trainer):
-    """Is stopped in its first evaluation, which changes a weight; saves after each one, ends by itself."""
+    """Is stopped in its first validation, which changes a weight; saves in a step, after each one, ends by itself."""
 
     stops = True
 
-    def evaluate(self, split):
+    def zeroed(self, method, *given):
         weight = self.model[1].weight.data
         kept = weight.clone()
         weight.zero_()
         if Zeroed.stops:
             self.stop.request_stop("a test")
         Zeroed.stops = False
-        figures = super().evaluate(split)
+        figures = getattr(trainer.Trainer, method)(self, *given)
         weight.copy_(kept)
         return figures
 
     def on_evaluation(self, split, figures):
         self.save(keep=True)
 
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        if self.state.step == 3:
+            self.save(keep=True)
+        return norm
+
     def is_done(self):
         return self.state.evaluated and self.state.step >= 8
 
 
-def test_saves_around_evaluations_are_of_the_weights_and_the_moment_before_or_after_them(tmp_path):
-    with plugins(trainer={"zeroed": Zeroed}, arch={"plain": plain_net}):
+@pytest.mark.parametrize("method", ["evaluate", "validate"])
+def test_saves_around_evaluations_are_of_the_weights_before_or_after_them(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(Zeroed, "stops", True)
+    kind = type("Kind", (Zeroed,), {method: lambda self, *given: self.zeroed(method, *given)})
+    with plugins(trainer={"zeroed": kind}, arch={"plain": plain_net}):
         flags = f"{FLAGS} -arch plain -trainer zeroed -cpu 1 -eval_every 3steps -save_every 9epochs"
         folders = [run(tmp_path, f"{flags} -model stopped", wanted=75) and run(tmp_path, f"{flags} -model stopped")]
         folders += [run(tmp_path, flags)]
     saved = [state.read_manifest(folders[1] / "checkpoints" / name)["state"] for name in names(folders[1])]
-    assert [(one["step"], one["evaluated"]) for one in saved] == [(8, True), (6, True), (3, True)]
+    assert [(one["step"], one["evaluated"]) for one in saved] == [(8, True), (6, True), (4, True), (3, True)]
     assert same_tensors(*map(weights, folders)) and outcome(folders[1])["reason"].startswith("is_done()")
 
 
@@ -665,7 +675,7 @@ class Keeps(trainer.Trainer):
         self.batches_of = (number for number in range(10**6))
         self.teacher, self.head, self.average = copy.deepcopy(self.model), self.model[-1], Average(self.model)
         self.optimizer = Lookahead(self.optimizer)
-        self.loaders["train"].dataset.shares = [0.5]
+        vars(self.loaders["train"].dataset).update(shares=[0.5], parts={"p": 0.5}, level=None)
         self.steady = {"scale": torch.ones(2), "names": ["a", "b"], "function": torch.relu, "lambda": lambda: 1}
 
     def training_step(self, batch):
@@ -683,8 +693,8 @@ class Keeps(trainer.Trainer):
 
     def on_evaluation(self, split, figures):
         self.schedule["start"], self.ended = self.schedule["start"] / 2, self.state.step // self.total_steps
-        self.loaders["train"].dataset.level = lib.arch.level = self.state.step
-        self.loaders["train"].dataset.shares[0] += 1
+        data, lib.arch.level = self.loaders["train"].dataset, self.state.step
+        data.level, data.shares[0], data.parts["p"] = self.state.step, self.state.step, self.state.step
         of_subset = self.loaders["train"].dataset.dataset  # by -overfit
         of_subset.transform, of_subset.sampler = lambda image: image, [self.state.step]
 
@@ -692,7 +702,7 @@ class Keeps(trainer.Trainer):
 KEPT = [
     f"trainer.{name}" for name in "arrays average batches_of draws ended history last phase running schedule".split()
 ]
-UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "sampler", "shares of 1", "transform")
+UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "parts of 1", "sampler", "shares of 1", "transform")
 OF_SAMPLES = [f"the {split} samples' {name} {UNSEEN}" for split in ("train", "val") for name in OWN]
 COUNTS = [f"{__name__}.{name}" for name in "COUNTED Everywhere.calls Everywhere.optimizer_step Helper.level".split()]
 EVERYWHERE = ["1.weight.calls", "helpers.calls", "lib.core.optimizer.HISTORY", *COUNTS]
@@ -748,8 +758,8 @@ def test_a_layer_that_takes_its_first_values_again_after_a_resume_is_named(tmp_p
 
     with plugins(arch={"fresh": fresh}):
         run(tmp_path, f"{FLAGS} -arch fresh -cpu 1 -limit_steps 3", wanted=75)
-        folder = run(tmp_path, f"{FLAGS} -arch fresh -cpu 1")
-    assert log_of(folder).count("training_step changes model.1.weight (1)") == 1
+        log = log_of(run(tmp_path, f"{FLAGS} -arch fresh -cpu 1"))
+    assert log.count("training_step changes model.1.weight (1)") == 1
 
 
 class OwnMean(trainer.Trainer):
@@ -852,7 +862,6 @@ EXCHANGES = acting("evaluation_step", lambda *_: torch.distributed.all_reduce(to
 OTHER_LOADER = overriding(on_epoch_end=lambda self: self.loaders.update(val=copy.copy(self.loaders["val"])))
 TWICE = overriding(backward=lambda self, *parts: [trainer.Trainer.backward(self, *parts) for _ in range(2)])
 LOGS = overriding(evaluation_step=lambda self, *_: self.log_scalar("sure", 1.0))
-NO_NORM = overriding(optimizer_step=lambda self: None)
 RENAMES = overriding(after_step=lambda self: self.log_scalar("lr", 3.0))
 HOOKED = with_change(lambda self: self.model[1].weight.register_hook(lambda gradient: gradient / 2))
 SECOND_OPTIMIZER = with_change(lambda self: setattr(self, "later", torch.optim.SGD(self.model.parameters(), lr=0.1)))
@@ -861,7 +870,6 @@ NESTED = with_change(lambda self: setattr(self, "model", nn.parallel.Distributed
 STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
 LOSSES = (None, 0.5, torch.zeros(3), torch.zeros(()))  # none is a scalar tensor with a gradient
 RETURNING = [overriding(training_step=lambda *_, loss=loss: loss) for loss in LOSSES]
-OF_NOBODY = "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 FIGURES = {  # what evaluation_step returns: what is said
@@ -880,7 +888,7 @@ REFUSED = [  # flags and what is said
     (OWN_ZERO, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
     (NESTED, "-cpu 2 -deterministic no", "a DistributedDataParallel is in another"),
     (SECOND_OPTIMIZER, "-cpu 2", "two optimizers train the same parameter"),
-    (STRAY, "-cpu 1", OF_NOBODY),
+    (STRAY, "-cpu 1", "trainer.own (SGD) trains a parameter that neither the model nor a module of the trainer has"),
     (ODD_GROUP, "-cpu 1", "optim.groups.0.odd is a object"),  # no file can hold it
     (LATE, "-cpu 1", "trainer.teacher was made or replaced after the start"),
     (OTHER_LOADER, "-cpu 1", "the loader of val was made or replaced after the start"),
@@ -889,7 +897,7 @@ REFUSED = [  # flags and what is said
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
     (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
     (HOOKED, "-cpu 2 -parallel fsdp", "a parameter has a register_hook, which FSDP never calls"),
-    (NO_NORM, "-cpu 1", "optimizer_step returns None: it must return the norm"),
+    (overriding(optimizer_step=lambda self: None), "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (overriding(train_step=lambda self, batches: next(batches)), "-cpu 1", "ended without all its steps"),
     (with_change(lambda self: ConstantLR(self.optimizer)), "-cpu 1", "something set the learning rate to"),
     (EXCHANGES, "-cpu 2", "evaluation_step exchanges values, not on all"),
@@ -913,7 +921,7 @@ def test_what_no_manifest_can_hold_is_no_fault_of_the_disk(tmp_path):
         run(tmp_path, f"{FLAGS} -trainer slip -cpu 1")
 
 
-@pytest.mark.parametrize("name", ["metrics", "config", "engine", "stop", "rate", "log"])
+@pytest.mark.parametrize("name", ["metrics", "config", "engine", "stop", "is_loaded", "log"])
 def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused):
     with plugins(trainer={"replaces": with_change(lambda self: setattr(self, name, {"seen": 0}))}):
         assert f"self.{name} is a dict: the trainer needs" in refused(f"{FLAGS} -trainer replaces -cpu 1")
@@ -1023,17 +1031,15 @@ THAWS_UNDER_DDP = with_change(  # adds a layer that was frozen when DDP was buil
 )
 WHOLE_TEACHER = with_change(lambda self: self.teacher.requires_grad_(True), Distils)
 OWN_OPTIMIZER = lambda self: setattr(self, "own", torch.optim.SGD(self.layer.parameters(), 0.1))  # noqa: E731
-SECOND_MODULE = with_change(OWN_OPTIMIZER, Forgotten)
 
 
-@pytest.mark.parametrize("edit", [SECOND_MODULE, THAWS_UNDER_DDP, Distils, WHOLE_TEACHER])
+@pytest.mark.parametrize("edit", [with_change(OWN_OPTIMIZER, Forgotten), THAWS_UNDER_DDP, Distils, WHOLE_TEACHER])
 def test_modules_and_layers_that_ddp_does_not_know_are_summed_and_a_copy_of_the_model_is_a_teacher(edit, tmp_path):
     frozen = lambda args: [net := plain_net(), net[1].requires_grad_(False)][0]  # noqa: E731
     with plugins(trainer={"edit": edit}, arch={"frozen": frozen, "plain": plain_net}):
         flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is THAWS_UNDER_DDP else 'plain'}"
         both = run(tmp_path, f"{flags} -model both")
-        alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
-    assert distance(both, alone) < ROUNDING
+        assert distance(both, run(tmp_path, f"{flags} -cpu 1 -model alone")) < ROUNDING
 
 
 def test_a_model_that_a_trainer_compiles_has_its_own_names(plain, tmp_path):
