@@ -517,7 +517,7 @@ def queue() -> set[tuple[str, str]]:
 def curve(run: Path, metric: dict) -> dict[int, float]:
     """Return the best score of a run up to each epoch; higher is better. `metric`: `best` of a run's outcome.json."""
     name = metric["metric"] if "/" in metric["metric"] else f"val/{metric['metric']}"
-    sign = 1 if metric["score"] == metric["value"] else -1
+    sign = math.copysign(1, metric["score"]) * math.copysign(1, metric["value"])  # 0.0 and -0.0 are equal
     lines = [line for line in reading.lines(run) if line.get(name) is not None]
     best = itertools.accumulate((sign * line[name] for line in lines), max)
     return dict(zip((line["epoch"] for line in lines), best))

@@ -157,7 +157,7 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
             return None
     if best and best["metric"] == name and sign * figures[name] <= sign * best["value"]:
         return None  # by its value: the score of another -best may have the other sign
-    return {"metric": name, "value": figures[name], "score": sign * figures[name], "evaluation": number}
+    return {"metric": name, "value": figures[name], "score": sign * float(figures[name]), "evaluation": number}
 
 
 def write_line(file: TextIO, figures: dict[str, Any]) -> None:

@@ -61,15 +61,13 @@ def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_
         assert "-val is a share from 0 to 1" in refused(texts, "-bytes", f"-val={value}")
     (texts / "inner" / "broken").symlink_to(texts / "nothing")
     assert "broken: a link to nothing" in refused(texts, "-bytes")
-    assert not list(tmp_path.glob("tokens/*"))
-
-
-def test_files_that_are_not_utf_8_are_refused_with_the_place(texts, monkeypatch, refused):
+    (texts / "inner" / "broken").unlink()
     monkeypatch.setattr(make_tokens, "PIECE", 50)
     odd, lines = texts / "odd.txt", b"a line\n" * 30
     for content, place in ((lines + b"f\xfcr", 211), (lines + b"f\0r", 211), ("a text".encode("utf-16"), 0)):
         odd.write_bytes(content)
-        assert f"odd.txt: byte {place} is 0x" in refused(texts)
+        assert f"odd.txt: byte {place} is 0x" in refused(texts), "not UTF-8"
+    assert not list(tmp_path.glob("tokens/*"))
 
 
 def test_no_character_is_cut_between_train_and_val(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from processes import CLEAN, session, until
 from runs import distance, outcome, run
 
+from lib.utils.monitoring import metrics
 from scripts import reading, status, sweep, sweep_results
 
 TINY = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 2 -log_every 5"
@@ -108,13 +109,13 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(
 
 
 def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path):
-    def trial(name, values, state="", sign=-1):
+    def trial(name, values, state=""):
         one = sweep.Trial(sweep.config.parse_args(["-out", str(tmp_path), "-model", name]), [], {})
         one.state = state
         one.folder.mkdir()
         lines = [{"step": n, "epoch": n + 1, "val/loss": value} for n, value in enumerate(values)]
         (one.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        best = {"metric": "loss", "value": min(values), "score": sign * min(values)}
+        best = metrics.new_best(None, {"loss": min(values)}, None, 1)
         (one.folder / "outcome.json").write_text(json.dumps({"state": state, "best": best}))
         return one
 
@@ -123,7 +124,7 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         runner.end(trial(name, values, "finished"), "finished")
     slow = trial("slow", [6, 5])
     assert not runner.is_poor(slow), "two finished trials are not enough"
-    runner.end(trial("c", [5, 2], "finished"), "finished")
+    runner.end(trial("c", [5, 0], "finished"), "finished")  # its score is -0.0
     runner.end(trial("stopped", [1, 1], "stopped"), "stopped")
     assert runner.is_poor(slow)
     assert not runner.is_poor(trial("first", [9])), "-prune 2 starts at epoch 2"
