@@ -377,7 +377,7 @@ class Runner:
     """Keeps as many trials running as there are slots, until all are over or a signal stops the sweep."""
 
     def __init__(self, plan: Plan, prune_from: int | None, study: Study | None):
-        self.count, self.slots, self.slurm = plan.count, plan.slots, plan.args.slurm
+        self.count, self.slots, self.slurm, self.varied = plan.count, plan.slots, plan.args.slurm, [*plan.spaces]
         self.prune_from, self.study = prune_from, study
         self.active: list[Trial] = []
         self.ended: list[Trial] = []
@@ -487,6 +487,9 @@ class Runner:
         seconds = f"in {status.span(time.monotonic() - trial.started)}" if trial.started else "before"
         line = f"[{len(self.ended)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip()
         print(status.one_line(line), flush=True)
+        is_first = trial.best and sum(bool(one.best) for one in self.ended) == 1
+        if is_first and (note := results.loss_note([trial], self.varied)):
+            print(note, flush=True)
 
 
 def run_trial(arguments: list[str], log: Path, sweep_ended: connection.Connection):

@@ -11,6 +11,7 @@ from pathlib import Path
 from scripts import plot, reading, status
 
 COLOURED = len(plot.COLOURS) - 1  # values of the flag that gives the colours; black is for all other trials
+LOSSES = ("loss", "label_smoothing", "ignore_index")  # flags whose values have losses of different meaning
 LABELLED = 7  # values of a flag that are all written at its axis
 FAILED = {"marker": "x", "linestyle": "none", "color": "#B00000", "markersize": 7, "markeredgewidth": 2}
 
@@ -30,7 +31,18 @@ def table(trials: list, varied: list[str]) -> str:
     metric = metrics_of(trials) or "score"
     rows = [{**row, metric: row["value"]} for row in rows]
     several = ("deviation", "seeds") if "seed" in varied else ()
-    return status.table(rows, (*columns, metric, *several, "state", "run"))
+    note = loss_note(trials, varied)
+    return status.table(rows, (*columns, metric, *several, "state", "run")) + (f"\n{note}" if note else "")
+
+
+def loss_note(trials: list, varied: list[str]) -> str:
+    """Return a line that says so where the scores are losses that cannot be compared, else ""."""
+    flags = [f"-{name}" for name in varied if name in LOSSES]
+    by_loss = any(trial.best["metric"].split("/")[-1] == "loss" for trial in trials if trial.best)
+    if not (flags and by_loss):
+        return ""
+    wanted = "rank by a metric, as -best mae, under another -model NAME"
+    return f"the losses of different {' '.join(flags)} cannot be compared: {wanted}"
 
 
 def summary(group: list) -> dict[str, str]:

@@ -108,7 +108,7 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(
     assert "mine_lr_start_1e-2: finished before" in output and "mine_lr_start_1e30: failed in" in output
 
 
-def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path):
+def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path, capsys):
     def trial(name, values, state=""):
         one = sweep.Trial(sweep.config.parse_args(["-out", str(tmp_path), "-model", name]), [], {})
         one.state = state
@@ -119,7 +119,7 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         (one.folder / "outcome.json").write_text(json.dumps({"state": state, "best": best}))
         return one
 
-    runner = sweep.Runner(plan_of(f"-out {tmp_path} -seed 1,2"), 2, None)
+    runner = sweep.Runner(plan_of(f"-out {tmp_path} -loss mse,l1"), 2, None)
     for name, values in {"a": [5, 3, 1], "b": [5, 4, 6]}.items():
         runner.end(trial(name, values, "finished"), "finished")
     slow = trial("slow", [6, 5])
@@ -130,6 +130,9 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
     assert not runner.is_poor(trial("first", [9])), "-prune 2 starts at epoch 2"
     assert not runner.is_poor(trial("earlier", [2, 9])), "the best value so far counts"
     assert not runner.is_poor(trial("late", [9, 9, 9])), "only two trials finished that many epochs"
+    note = "the losses of different -loss cannot be compared"
+    assert capsys.readouterr().out.count(note) == 1 and note in sweep_results.table(runner.ended, ["loss"])
+    assert "compared" not in sweep_results.table(runner.ended, ["lr_start"])
 
 
 @pytest.mark.parametrize(
