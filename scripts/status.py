@@ -7,9 +7,9 @@ that is stopped, failed or lost, type its command again. `saved` is the step of
 the newest checkpoint: if all processes are killed, the steps after it are lost.
 -delete removes, after a question, the runs that -reset moved to out/.old.
 
-The table is as wide as the terminal, or 80 columns: long names are cut in the
-middle, `why` has a line of its own, and the last line names the columns that
-have no room. -wide shows all in full.
+The table is as wide as the terminal, or 80 columns: long names are cut where
+they stay different, or have lines of their own; so has `why`. The last line
+names the columns that have no room. -wide shows all in full.
 """
 
 import argparse
@@ -245,7 +245,11 @@ def table(rows: list[dict], columns: tuple[str, ...] = COLUMNS, width: int = 0) 
             shown.remove(name)
             hidden.append(name)
     room = max(8, width - width_of(rows, shown, 0))
-    head, *lines = lines_of([{**row, "run": cut(row["run"], room)} for row in rows], shown)
+    runs = [row["run"] for row in rows]
+    names = cut_apart(runs, room)
+    head, *lines = lines_of([{**row, "run": name} for row, name in zip(rows, names or [""] * len(rows))], shown)
+    if not names:  # each has a line of its own
+        lines = [f"{textwrap.fill(run, width, break_on_hyphens=False)}\n{line}" for run, line in zip(runs, lines)]
     if columns_of_why:
         whys = [textwrap.fill(row["why"], width, initial_indent="  ", subsequent_indent="  ") for row in rows]
         lines = [f"{line}\n{why}" if why else line for line, why in zip(lines, whys)]
@@ -270,9 +274,19 @@ def width_of(rows: list[dict], shown: list[str], name: int) -> int:
     return sum({**wide, "run": min(name, wide["run"])}.values()) + 2 * (len(shown) - 1)
 
 
-def cut(text: str, room: int) -> str:
-    """Return a text in so many characters: its beginning and its end, which tell the trials of a sweep apart."""
-    start = (room - 2) // 3
+def cut_apart(texts: list[str], room: int) -> list[str]:
+    """Return texts in so many characters, cut where whole words still tell them apart; [] if no place does."""
+    usual = (room - 2) // 3  # the ends tell most trials of a sweep apart
+    for start in sorted(range(room - 1), key=lambda start: abs(start - usual)):
+        found = [cut(text, room, start) for text in texts]
+        words = [re.sub(r"[^_]*\.\.[^_]*", "..", text) for text in found]  # without those that are cut
+        if len({*words}) == len({*texts}):
+            return found
+    return []
+
+
+def cut(text: str, room: int, start: int) -> str:
+    """Return a text in so many characters: its first `start` ones, two dots and its end."""
     return text if len(text) <= room else f"{text[:start]}..{text[len(text) - (room - 2 - start) :]}"
 
 

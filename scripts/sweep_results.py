@@ -199,7 +199,7 @@ def panel(axis, name: str, settings: list[Setting], scale: str, key: str, colour
         axis.minorticks_off()
         slanted = {"rotation": 25, "ha": "right"} if sum(map(len, values)) > 40 else {}
         labels = (
-            [status.cut(value, 18) for value in values]
+            [status.cut(value, room=18, start=5) for value in values]
             if not numbers
             else without_overlaps(places, axis.get_xscale() == "log")
         )
