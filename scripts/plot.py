@@ -125,9 +125,9 @@ def configuration(run: Path) -> str:
     return re.sub(r"(?m)^(seed|model|out): .*$", "", flags)
 
 
-def fitting_columns(labels: list[str]) -> int:
-    """Return how many columns of a legend with these labels fit the width of the picture."""
-    return max(1, min(3, 128 // (max(map(len, labels)) + 9)))
+def fitting_columns(labels: list[str], width: float = 1.0) -> int:
+    """Return how many columns of a legend with these labels fit this share of the picture's width."""
+    return max(1, min(3, int(width * 128) // (max(map(len, labels)) + 9)))
 
 
 def panels_of(runs: dict) -> dict[str, dict]:

@@ -13,6 +13,7 @@ from scripts import plot, reading, status
 COLOURED = len(plot.COLOURS) - 1  # values of the flag that gives the colours; black is for all other trials
 LOSSES = ("loss", "label_smoothing", "ignore_index")  # flags whose values have losses of different meaning
 LABELLED = 7  # values of a flag that are all written at its axis
+DOT = {"marker": "o", "linestyle": "none"}
 FAILED = {"marker": "x", "linestyle": "none", "color": "#B00000", "markersize": 7, "markeredgewidth": 2}
 
 
@@ -112,7 +113,6 @@ def score_figure(trials: list, scales: dict[str, str], metric: str):
         if other:  # in the key's own panel its colours would say nothing new
             others = dict(zip(values_of(trials, other), reversed(plot.COLOURS[:-1])))
             panel(axis, name, settings, scales[name], other, others)
-            axis.legend(handles=handles(other, others, []), frameon=False)
         else:
             panel(axis, name, settings, scales[name], key, colours)
     scores = [score for one in settings for score in one.scores]
@@ -122,10 +122,9 @@ def score_figure(trials: list, scales: dict[str, str], metric: str):
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     for axis in axes[:, 0]:
         axis.set_ylabel(f"best validation {metric}", parse_math=False)
-    entries = handles(key, colours, settings)
-    across = plot.fitting_columns([entry.get_label() for entry in entries] or [""])
-    place = {"loc": "outside upper left", "alignment": "left", "frameon": False, "ncols": across}
-    figure.legend(handles=entries, title=f"{len(trials)} trials: {counts}", title_fontsize=10, **place)
+    place = {"loc": "outside upper left", "alignment": "left", "frameon": False, "ncols": 3}
+    title = f"{len(trials)} trials: {counts}"
+    figure.legend(handles=marks(settings), title=title, title_fontsize=10, **place)
     return figure
 
 
@@ -189,7 +188,6 @@ def panel(axis, name: str, settings: list[Setting], scale: str, key: str, colour
     values = values_of(mine, name)
     numbers = all(map(is_number, values))
     title = f"-{name}" if len(mine) == len(settings) else f"-{name} (of {len(mine)} of {len(settings)} settings)"
-    axis.set_title(title, loc="left", fontsize=10, parse_math=False)
     axis.grid(alpha=0.25)
     axis.margins(y=0.12)  # below them are the failed trials
     places = {value: float(value) if numbers else float(values.index(value)) for value in values}
@@ -221,15 +219,20 @@ def panel(axis, name: str, settings: list[Setting], scale: str, key: str, colour
             axis.plot(places[value], 0.04, transform=bottom, clip_on=False, **FAILED)
             if failed > 1:
                 axis.annotate(f"{failed}", (places[value], 0.04), (6, -3), bottom, "offset points", fontsize=8)
+    entries = colour_entries(key, colours, mine)
     scores = [score for one in mine for score in one.scores]
     if name == "seed" and len(scores) > 1:
         mean, spread = statistics.fmean(scores), statistics.stdev(scores)
-        axis.axhline(mean, color="grey", linewidth=1, label=f"mean {mean:.4g}, deviation {spread:.2g}")
+        label = f"mean {mean:.4g}, deviation {spread:.2g}"
+        entries.append(axis.axhline(mean, color="grey", linewidth=1, label=label))
         axis.axhspan(mean - spread, mean + spread, color="grey", alpha=0.15)
-        axis.legend(frameon=False)
     for places_of_line in lines.values():
-        xs, ys, colours = zip(*places_of_line)
-        axis.plot(xs, ys, color=colours[0], linewidth=1, alpha=0.4)
+        xs, ys, line_colours = zip(*places_of_line)
+        axis.plot(xs, ys, color=line_colours[0], linewidth=1, alpha=0.4)
+    look = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "borderpad": 0}  # above the panel
+    look |= {"alignment": "left", "frameon": False, "title_fontsize": 10}
+    columns = plot.fitting_columns([entry.get_label() for entry in entries] or [""], width=0.5)
+    axis.legend(handles=entries, title=title, ncols=columns, **look)
 
 
 def point(axis, x: float, one: Setting, colour: str) -> None:
@@ -259,19 +262,28 @@ def without_overlaps(places: dict[str, float], logarithmic: bool) -> list[str]:
     return labels
 
 
-def handles(key: str, colours: dict[str, str], settings: list[Setting]) -> list:
-    """Return the entries of the legend: colours, and the marks that are in the picture."""
+def colour_entries(key: str, colours: dict[str, str], settings: list[Setting]) -> list:
+    """Return the entries of a panel's legend: the values of the flag that gives its colours."""
     from matplotlib.lines import Line2D
 
-    dot = {"marker": "o", "linestyle": "none"}
-    found = [Line2D([], [], color=colour, label=f"-{key} {value}", **dot) for value, colour in colours.items()]
-    if colours and any(key not in one.values for one in settings):
-        found.append(Line2D([], [], color=plot.COLOURS[-1], label=f"without -{key}", **dot))
+    used = {one.values.get(key) for one in settings}
+    shown = {value: colour for value, colour in colours.items() if value in used}
+    found = [Line2D([], [], color=colour, label=f"-{key} {value}", **DOT) for value, colour in shown.items()]
+    if colours and None in used:
+        found.append(Line2D([], [], color=plot.COLOURS[-1], label=f"without -{key}", **DOT))
+    return found
+
+
+def marks(settings: list[Setting]) -> list:
+    """Return the entries of the picture's legend: the marks that are in it."""
+    from matplotlib.lines import Line2D
+
+    found = []
     if any(len(one.scores) > 1 for one in settings):
         look = {"marker": "|", "markersize": 12, "linestyle": "none", "color": "grey"}
         found.append(Line2D([], [], label="deviation over seeds", **look))
     if any(one.scores and not one.is_whole for one in settings):
-        found.append(Line2D([], [], color="grey", markerfacecolor="white", label="not all finished", **dot))
+        found.append(Line2D([], [], color="grey", markerfacecolor="white", label="not all finished", **DOT))
     if failed := sum(one.failed for one in settings):
         found.append(Line2D([], [], label=f"without a score ({failed})", **FAILED))
     return found

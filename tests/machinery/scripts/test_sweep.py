@@ -193,9 +193,10 @@ def test_the_picture_has_a_panel_for_each_flag_and_marks_what_failed():
         assert sorted(y for mark, _, y in marks if mark == "o") == pytest.approx([2e-4, 2e-4, 2e-2]), "means"
         assert sorted(x for mark, x, _ in marks if mark == "o") == pytest.approx(places)
         assert [x for mark, x, _ in marks if mark == "x"] == [failed]
-    assert [one.get_text() for one in figure.axes[1].get_legend().get_texts()] == ["-lr 1e-4", "-lr 1e-2"]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["-arch mlp", "-arch convnet", "deviation over seeds", "not all finished", "without a score (2)"]
+    places = [*(axis.get_legend() for axis in figure.axes), figure.legends[0]]
+    legends = [[text.get_text() for text in legend.get_texts()] for legend in places]
+    assert legends[:2] == [["-arch mlp", "-arch convnet"], ["-lr 1e-4", "-lr 1e-2"]], "at the panels of these colours"
+    assert legends[2] == ["deviation over seeds", "not all finished", "without a score (2)"]
 
 
 CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"
