@@ -12,6 +12,7 @@ from scripts import plot, reading, status
 
 COLOURED = len(plot.COLOURS) - 1  # values of the flag that gives the colours; black is for all other trials
 LOSSES = ("loss", "label_smoothing", "ignore_index")  # flags whose values have losses of different meaning
+CURVES = 8  # of the best trials: those of more cannot be told apart
 LABELLED = 7  # values of a flag that are all written at its axis
 DOT = {"marker": "o", "linestyle": "none"}
 FAILED = {"marker": "x", "linestyle": "none", "color": "#B00000", "markersize": 7, "markeredgewidth": 2}
@@ -84,7 +85,7 @@ def draw(trials: list, plan) -> None:
         print(plot.missing(error), end="", file=sys.stderr)
         return
     print(f"{file}: {len(trials)} trials")
-    curves = [str(trial.folder) for trial in best if reading.lines(trial.folder)][: plot.MOST_RUNS]
+    curves = [str(trial.folder) for trial in best if reading.lines(trial.folder)][:CURVES]
     if len(curves) < len(trials):
         print(f"the curves are of the best {len(curves)} of {len(trials)} trials")
     with contextlib.suppress(SystemExit):  # plot.main has said why

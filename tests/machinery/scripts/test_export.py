@@ -87,21 +87,13 @@ def test_onnx_runs_as_the_page_says(trained_run):
 
 
 TOKENS = "-dataset tokens -tokens_length 16 -tokens_samples 64 -arch gpt -gpt_depth 1 -gpt_width 16"
+SMALL = torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8)
+LARGE = torch.randint(256, (3, 1, 20, 31), dtype=torch.uint8)
 CASES = {  # flags of the run, and of the export; inputs, and what the run's model gets of them
     "rows of any length": (TOKENS, "", torch.randint(256, (5, 9)), lambda rows: rows),
     "without the data": (f"{TOKENS} -data tests", "-shape 16", torch.randint(256, (5, 9)), lambda rows: rows),
-    "images of bytes": (
-        "-dataset fake -arch convnet -image_size 8",
-        "-pixels",
-        torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8),
-        Pixels((0.5,), (0.29,)).normalize,
-    ),
-    "images of any size": (
-        "",
-        "-resize",
-        torch.randint(256, (3, 1, 20, 31), dtype=torch.uint8),
-        lambda images: preprocessing.resize(images, None, 8) / 255,
-    ),
+    "bytes": ("-dataset fake -arch convnet -image_size 8", "-pixels", SMALL, Pixels((0.5,), (0.29,)).normalize),
+    "images of any size": ("", "-resize", LARGE, lambda images: preprocessing.resize(images, None, 8) / 255),
     "three images": ("", "-fixed 3", torch.rand(3, 1, 8, 8), lambda images: images),
 }
 

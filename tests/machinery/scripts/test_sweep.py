@@ -55,7 +55,7 @@ def uninterrupted(tmp_path_factory):
     return out
 
 
-def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uninterrupted, tmp_path):
+def test_a_grid_runs_each_combination_and_prints_a_table_best_first(uninterrupted, tmp_path, monkeypatch, capsys):
     output = run_sweep(uninterrupted, f"{LONG} {GRID}")  # all its trials are finished already
     assert output.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n")
     assert output.count(" finished before ") == 4
@@ -69,6 +69,9 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uni
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
     pictures = [(uninterrupted / f"sweep{name}.png").read_bytes() for name in ("", "_curves")]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    monkeypatch.setattr(sweep_results, "CURVES", 3)
+    assert sweep.main([*LONG.split(), *GRID.split(), "-out", str(uninterrupted), "-show"]) == 0
+    assert re.search(r"best 3 of 4 trials\n.*_curves.png: 3 runs", capsys.readouterr().out)
 
 
 def test_a_sweep_that_was_stopped_and_then_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
