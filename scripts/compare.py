@@ -1,12 +1,14 @@
 """Compares two runs, checkpoints or weights files, tensor by tensor: python scripts/compare.py out/A out/B.
 
 Of runs it says which flags differ, at which step the logged figures differ first, and at which step that both have
-saved the tensors do. Exit code 0: all tensors are the same, to the bit; 1: some differ.
+saved the tensors do; whether one goes further, and whether their best and final weights differ. Exit code 0: all
+tensors are the same, to the bit, and no run goes further; 1: something differs.
 """
 
 import argparse
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import yaml
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib.utils.checkpoint import run_folder, shards, state
+from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.errors import FINISHED, USAGE, UsageError
 from scripts import other_weights, reading
 
@@ -25,13 +27,15 @@ MOST = 20  # rows of the table
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("A", "B"):
-        parser.add_argument(name, type=Path, help="a run's folder, one of its checkpoints, or a file of weights")
+        parser.add_argument(name, type=Path, help="a run, a checkpoint, a weights file, or a folder with one")
     parser.add_argument("-all", action="store_true", help=f"show all tensors that differ, not {MOST}")
     options = parser.parse_args(argv)
+    ends = []
     try:
         pair = options.A, options.B
         if all((one / "checkpoints").is_dir() for one in pair):
-            print("\n".join(compare_logs(*pair)))
+            ends = compare_ends(*pair)
+            print("\n".join([*compare_logs(*pair), *(end.text for end in ends)]))
             pair = first_pair(*pair)
         a, b = read(*pair)
     except (UsageError, shards.Damaged, OSError, ValueError, yaml.YAMLError) as error:
@@ -44,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"  {name:40} {text}")
     if len(shown) < len(rows):
         print(f"  and {len(rows) - len(shown)} more: -all shows them")
-    return FINISHED if not rows else 1
+    return 1 if rows or any(end.differs for end in ends) else FINISHED
 
 
 def compare_logs(one: Path, other: Path) -> list[str]:
@@ -81,12 +85,49 @@ def figures(run: Path) -> list[tuple[tuple[int, str], Any]]:
     ]
 
 
+@dataclass
+class End:
+    """A line on the ends of two runs."""
+
+    text: str
+    differs: bool = True
+
+
+def compare_ends(one: Path, other: Path) -> list[End]:
+    """Return lines on how far two runs go, if not equally far, and on their best and final weights."""
+    ends = []
+    steps = [max([0, *checkpoints(run), *(line["step"] for line in reading.lines(run))]) for run in (one, other)]
+    if steps[0] != steps[1]:
+        states = [run_folder.read_json(run / "outcome.json").get("state", "unknown") for run in (one, other)]
+        further = f"{one} goes to step {steps[0]} ({states[0]}), {other} to step {steps[1]} ({states[1]})"
+        ends.append(End(further))
+    for kind in ("best", "final"):
+        name = f"{kind}/{weights.FILE}"
+        there = [(run / name).exists() for run in (one, other)]
+        if all(there):
+            ends.append(compare_weights(name, *read(one / name, other / name)))
+        elif any(there):
+            ends.append(End(f"{name}: only in {'A' if there[0] else 'B'}"))
+    return ends
+
+
+def compare_weights(name: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> End:
+    """Return a line that says which tensor of two weights files differs first, if any does."""
+    for tensor in {**one, **other}:
+        if text := describe(one.get(tensor), other.get(tensor)):
+            return End(f"{name}: {tensor} differs first: {text}")
+    return End(f"{name}: the same", differs=False)
+
+
+def checkpoints(run: Path) -> dict[int, Path]:
+    """Return a run's checkpoints by their steps."""
+    folders = run_folder.list_checkpoints(run / "checkpoints")
+    return {int(folder.name.rpartition("_")[2]): folder for folder in folders}
+
+
 def first_pair(one: Path, other: Path) -> tuple[Path, Path]:
     """Return the checkpoints of the first step that both runs have and whose tensors differ; else the newest ones."""
-    saved = [
-        {int(folder.name.rpartition("_")[2]): folder for folder in run_folder.list_checkpoints(run / "checkpoints")}
-        for run in (one, other)
-    ]
+    saved = [checkpoints(run) for run in (one, other)]
     pairs = [(saved[0][step], saved[1][step]) for step in sorted(saved[0].keys() & saved[1].keys())]
     for pair in pairs:
         a, b = read(*pair)
@@ -97,19 +138,23 @@ def first_pair(one: Path, other: Path) -> tuple[Path, Path]:
 
 def read(*paths: Path) -> list[dict[str, Tensor]]:
     """Return the tensors of checkpoints, of runs' newest ones, or of weights files; with a file only the model's."""
-    found = []
+    found, has_weights = [], False
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path}: no such run, checkpoint or file")
         newest = run_folder.list_checkpoints(path / "checkpoints")[:1]
         folder = newest[0] if newest else path
-        if folder.is_file():
-            found.append({f"model.{name}": one for name, one in other_weights.read(folder).items()})
+        file = folder / weights.FILE if folder.is_dir() else folder
+        if file.is_file():
+            has_weights = True
+            found.append({f"model.{name}": one for name, one in other_weights.read(file).items()})
             continue
+        if not (folder / "manifest.json").exists():
+            raise UsageError(f"{path}: in this folder are no checkpoints, no manifest.json and no {weights.FILE}")
         manifest = state.read_manifest(folder)
         found.append(shards.make_empty(manifest["tensors"]))
         shards.read(folder, [*manifest["shards"]], found[-1])
-    if any(path.is_file() for path in paths):
+    if has_weights:
         found = [{name: one for name, one in each.items() if name.startswith("model.")} for each in found]
     return found
 

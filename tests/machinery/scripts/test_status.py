@@ -28,9 +28,8 @@ def test_finished_stopped_and_failed_runs_are_shown_with_their_reasons(tmp_path)
     found = rows(tmp_path)
     states = {name: one["state"] for name, one in found.items()}
     assert states == {"bad": "failed", "short": "stopped", "whole": "finished"}
-    assert (found["whole"]["epoch"], found["whole"]["step"], found["whole"]["why"]) == ("2/2", "40/40", "")
+    assert [found["whole"][name] for name in ("epoch", "step", "why", "job")] == ["2/2", "40/40", "", ""]
     assert found["short"]["why"] == "-limit_steps 7 is reached" and "without a finite" in found["bad"]["why"]
-    assert found["whole"]["job"] == ""
     (finished / ".lock").write_text(json.dumps({**run_folder.read_json(finished / ".lock"), "job": "4711"}))
     assert rows(tmp_path)["whole"]["job"] == "4711"
     saved_best = run_folder.read_json(finished / "outcome.json")["best"]
