@@ -35,7 +35,7 @@ def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch
         ("add_argument('odd_x')", "odd_x: call it -odd_x, with a value or store_true"),
         ("add_argument('-odd_x', action='store_false')", "-odd_x: call it -odd_x, with a value or store_true"),
         ("add_argument('-odd_x', action='count')", "-odd_x: call it -odd_x, with a value or store_true"),
-        ("set_defaults(epoch=3)", "sets a default of -epoch, which is no shared flag (do you mean epochs?)"),
+        ("set_defaults(epoch=3)", "sets a default of -epoch: no shared flag (do you mean epochs?)"),
     ],
 )
 def test_a_plugin_flag_that_config_yaml_cannot_hold_is_refused(line, message, monkeypatch, tmp_path):
@@ -140,7 +140,7 @@ def get_dataset(args): pass
 def test_describe_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
     text = "def describe(args): return {'classes': 3}\nget_dataset = print\n"
     plugin_file(monkeypatch, tmp_path, "dataset", "wrong", text)
-    said = "lib.dataset.wrong: sets a default of -classes, which is no shared flag (do you mean num_classes"
+    said = "lib.dataset.wrong: sets a default of -classes: no shared flag (do you mean num_classes"
     assert refusal("-dataset wrong").startswith(said)
 
 

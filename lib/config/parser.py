@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
             if getattr(action.type, "__module__", "") == yes_no.__module__ and type(action.default) in (int, float):
                 action.default = str(action.default)
         for name in sorted(set(self._defaults) - set(names)):
-            raise UsageError(f"{module.__name__}: sets a default of -{name}, which is no shared flag{suggest(name, names)}")
+            raise UsageError(f"{module.__name__}: sets a default of -{name}: no shared flag{suggest(name, names)}")
 
 
 class Help(argparse.HelpFormatter):
