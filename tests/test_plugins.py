@@ -116,8 +116,7 @@ def test_a_shipped_arch_learns_from_a_dataset_or_refuses_it_in_one_line(arch, na
     except (UsageError, RuntimeError) as error:  # or torch's own line: other channels, or no numbers of tokens
         assert "\n" not in str(error) and arch != own
         return
-    places = targets.shape[1:] if targets.dtype == torch.int64 else ()
-    assert outputs.shape == (2, *places, args.num_classes)
+    assert outputs.shape == (2, *(targets.shape[1:] if targets.dtype == torch.int64 else ()), args.num_classes)
     loss.get_loss(args)(outputs, targets).backward()
     for parameter, values in model.named_parameters():
         assert not values.requires_grad or (values.grad is not None and values.grad.isfinite().all()), parameter
@@ -128,9 +127,8 @@ def test_a_trainer_resumes_after_a_stop_with_the_same_bits(name, tmp_path):
     command = f"-cpu 1 -trainer {name} -epochs 2 -batch_size 256 -micro_batch 128 -model"
     if name not in SHIPPED["trainer"]:
         try_run(f"{command} trial -out {tmp_path}".split())
-    whole = runs.run(tmp_path, f"{command} whole")
     runs.run(tmp_path, f"{command} parts -limit_steps 3", wanted=75)
-    assert runs.distance(whole, runs.run(tmp_path, f"{command} parts")) == 0
+    assert runs.distance(*[runs.run(tmp_path, f"{command} {model}") for model in ("parts", "whole")]) == 0
 
 
 def try_run(flags):

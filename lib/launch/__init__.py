@@ -40,9 +40,8 @@ def prepare(args: Args) -> None:
 
 def is_launched() -> bool:
     """Whether torchrun, srun or a launcher of ours started this process as one of a run's."""
-    names = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS", "SLURM_JOB_ID", "SLURM_STEP_ID"}
-    is_task = names <= os.environ.keys() and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1  # one of several
-    return is_task or environment.has_rank()
+    own = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS", "SLURM_JOB_ID", "SLURM_STEP_ID"}
+    return environment.has_rank() or (own <= os.environ.keys() and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1)
 
 
 def call(args: Args, target: str) -> int:
