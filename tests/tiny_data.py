@@ -29,11 +29,10 @@ def make_cifar10(root, monkeypatch):
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": meta[1]})
 
 
-def make_folder(root, _monkeypatch=None):
-    """Two classes, with two images of each for training and one for validation."""
-    for split, count in (("train", 2), ("val", 1)):
+def make_folder(root, _monkeypatch=None, train=2, val=1):
+    """Two classes, with so many images of each for training and for validation."""
+    for split, count in (("train", train), ("val", val)):
         for name in ("ant", "bee"):
-            (root / split / name).mkdir(parents=True)
             for number in range(count):
                 image(root / split / name / f"{number}.jpg")
 
@@ -52,4 +51,6 @@ def make_tokens(root, _monkeypatch=None):
 
 
 def image(file):
+    """Write an image of noise, in a folder that is made if it is not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)).save(file)

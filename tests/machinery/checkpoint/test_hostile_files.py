@@ -262,10 +262,9 @@ def test_names_and_reasons_cannot_control_the_terminal(copy, tmp_path, capsys, m
     (copy / "outcome.json").write_text(json.dumps(facts))
     copy.rename(copy.parent / name)
     assert status.main([str(copy.parent)]) == 0
-    with pytest.raises(SystemExit):
-        plot.main([str(tmp_path / name)])
-    with pytest.raises(SystemExit):
-        export.main([str(tmp_path / name)])
+    for script in (plot, export):
+        with pytest.raises(SystemExit):
+            script.main([str(tmp_path / name)])
     assert runs.train.main(["-cfg", str(tmp_path / name)]) == 2
     console.setup_logging(tmp_path, rank=0)
     console.logging.getLogger("lib").warning("the class %s", ESCAPE)

@@ -136,7 +136,6 @@ def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_endi
     before = [label for _, label in dataset(tmp_path)["train"].files]
     train = tmp_path / "train"
     for name in ("__MACOSX", ".ipynb_checkpoints", "@eaDir", "ant/@eaDir", "ant/.ipynb_checkpoints", "$RECYCLE.BIN"):
-        (train / name).mkdir()
         tiny_data.image(train / name / "0.jpg")
     for name in ("ant/._0.jpg", "ant/.hidden.png", "ant/Thumbs.db", "bee/desktop.ini", ".DS_Store", "Thumbs.db"):
         (train / name).write_bytes(b"\0\5\x16\7")
@@ -156,7 +155,6 @@ def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_endi
 @pytest.mark.parametrize("other", ["train/__MACOSX", "val/dogs"])
 def test_a_single_class_is_refused(tmp_path, other):
     for name in ("train/cats", "val/cats", other):
-        (tmp_path / name).mkdir(parents=True)
         tiny_data.image(tmp_path / name / "1.png")
     assert "cats is the only class folder in " in refusal(tmp_path)
 
@@ -164,7 +162,6 @@ def test_a_single_class_is_refused(tmp_path, other):
 @pytest.mark.parametrize("twin", ["cafe\u0301", "caf\xe9 "])
 def test_a_class_that_only_looks_like_one_of_train_is_shown_by_what_differs(tmp_path, twin):
     for name in ("train/bee", "train/caf\xe9", "val/bee", f"val/{twin}"):
-        (tmp_path / name).mkdir(parents=True)
         tiny_data.image(tmp_path / name / "1.png")
     assert f"{str(tmp_path / 'val' / twin)!a} is not a class in train" in refusal(tmp_path)
     (tmp_path / "val" / twin).rename(tmp_path / "train" / twin)

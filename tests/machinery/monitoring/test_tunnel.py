@@ -54,15 +54,11 @@ def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_
 
 
 @pytest.mark.parametrize("password", [None, "short", "with${cel}inside"])
-def test_a_run_with_a_tunnel_but_without_a_good_password_is_refused(password, tmp_path, monkeypatch, capfd):
+def test_a_tunnel_without_a_good_password_is_refused(password, tmp_path, monkeypatch, capsys, script_error):
     monkeypatch.delenv("NGROK_PASSWORD", raising=False)
     if password:
         monkeypatch.setenv("NGROK_PASSWORD", password)
     assert train.main(["-ngrok", "-out", str(tmp_path / "out")]) == 2
-    with pytest.raises(SystemExit, match="2"):
-        tensorboard_server.main([str(tmp_path), "--ngrok"])
-    for message in capfd.readouterr().err.splitlines():
+    for message in (capsys.readouterr().err, script_error(tensorboard_server, tmp_path, "--ngrok")):
         assert "set NGROK_PASSWORD to 12 to 128 characters" in message and (not password or password not in message)
-    with pytest.raises(SystemExit, match="2"):
-        tensorboard_server.main([str(tmp_path / "nowhere")])
-    assert "nowhere is no folder: give the one that -out" in capfd.readouterr().err
+    assert "nowhere is no folder: give the one that -out" in script_error(tensorboard_server, tmp_path / "nowhere")

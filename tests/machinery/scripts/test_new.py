@@ -243,10 +243,9 @@ def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
 def test_the_scripts_of_a_project_pass_with_plugins_in_any_style(fork):
     for name, text in OWN.items():
         (fork / name).write_text(text)
-    for name in ("lib/arch/gpt.py", "lib/dataset/tokens.py", "tests/test_tokens.py"):
-        (fork / name).unlink()  # plugins that the owner does not need
-    for name in (fork / "scripts" / "recipes").glob("gpt*.yaml"):
-        name.unlink()
+    names = ("lib/arch/gpt.py", "lib/dataset/tokens.py", "tests/test_tokens.py")
+    for file in (*map(fork.joinpath, names), *fork.glob("scripts/recipes/gpt*.yaml")):
+        file.unlink()  # plugins that the owner does not need
     assert "finished:" in output_of(fork, "./scripts/train.sh", "-dataset", "Blobs", "-arch", "deep", "-cpu", "2")
     # All cases pass in the template. Only those that use this project's plugins may differ here.
     own = " or ".join(("deep", "Blobs", "dicts", "own_arch", "own_dataset", "own_trainer", "test_mine"))

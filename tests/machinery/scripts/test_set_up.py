@@ -40,8 +40,7 @@ def project(tmp_path):
 
 def set_up(folder: Path, code: int = 0, **variables) -> tuple[list[str], list[str]]:
     """Run it with the group dev. Returns the lines that it prints and the calls of python and uv."""
-    (folder / "calls").unlink(missing_ok=True)
-    (folder / "calls").touch()
+    (folder / "calls").write_text("")
     command = ["bash", "-euc", ". scripts/set_up.sh dev"]
     env = {"PATH": str(folder / "bin"), **variables}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
