@@ -4,10 +4,14 @@ Takes the best weights, the final ones or any checkpoint, in however many shards
 Of a checkpoint only the model is read, not the optimizer's state.
 
 onnx and torchexport take batches of any size, and rows of tokens of any length. What was written is run on three
-shapes, and must give the model's own outputs, or no file is left. Metadata of the file (of ONNX: properties; of
-torch.export: metadata.json among its extra files) has the input's type and shape, the classes, and of images how
-get_transform prepares them: a square in the centre, of `crop` times the shorter side (null: the whole image), resized
-to `image_size`. From its pixels, from 0 to 1, `mean` is subtracted; the rest is divided by `deviation`.
+shapes, and must give the model's own outputs, or no file is left. In ONNX, of several tensors `output` is the one
+that training takes; others are `output_KEY`, after their keys in what the model returns.
+
+Metadata of the file (of ONNX: properties; of torch.export: metadata.json among its extra files) has the input's type
+and shape, the classes, the key of the output that training takes, and of images how get_transform prepares them:
+turned upright by EXIF, if `upright`; then a square in the centre, of `crop` times the shorter side (null: the whole
+image), resized to `image_size` by the `interpolation` (antialiased: Pillow's filter). From its pixels, from 0 to 1,
+`mean` is subtracted; the rest is divided by `deviation`. No exported model reads EXIF: turn photos upright before.
 """
 
 import argparse
@@ -36,6 +40,7 @@ from lib.config.types import whole
 from lib.core import parallel
 from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
 from lib.utils.data.fetch import option
+from lib.utils.data.tensors import named_tensors
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError, printable
 from scripts import model_input, other_weights, preprocessing
@@ -71,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "-resize",
         action="store_true",
-        help="as -pixels, of any height and width: it crops and resizes them as get_transform does",
+        help="as -pixels, of any height and width: it crops and resizes them as get_transform does, but turns none "
+        "upright by EXIF; of large JPEGs, which predict.py decodes at a reduced size, probabilities differ a little",
     )
     options = parser.parse_args(argv)
     ending, write = FORMATS[options.format]
@@ -124,10 +130,15 @@ def read(source: Path) -> dict[str, Tensor]:
     if kept := sorted(name for name in manifest["tensors"] if name.startswith("trainer.")):
         what = f"not exported are {kept[0]} and {len(kept) - 1} more of the trainer"
         hint = "if it evaluates an average, that is in best/, which comes with the first evaluation"
-        print(printable(f"export.py: {source}: {what}: {hint}"), file=sys.stderr)
+        print_note(f"{source}: {what}: {hint}")
     tensors = shards.make_empty({name: one for name, one in manifest["tensors"].items() if name.startswith("model.")})
     shards.read(source, [*manifest["shards"]], tensors)
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def print_note(text: str):
+    if text:
+        print(printable(f"export.py: {text}"), file=sys.stderr)
 
 
 def to_safetensors(options, tensors: dict, file: Path):
@@ -179,7 +190,9 @@ def to_onnx(options, tensors: dict, file: Path) -> str:
 
 
 def export_onnx(model: nn.Module, inputs: tuple, shapes: tuple | None):
-    names = {"input_names": ["input"], "output_names": ["output"], "verbose": False}
+    answer = model(*inputs)
+    outputs = ["output"] if isinstance(answer, Tensor) else [*answer]  # of NamedOutputs
+    names = {"input_names": ["input"], "output_names": outputs, "verbose": False}
     return torch.onnx.export(model, inputs, dynamic_shapes=shapes, **names)
 
 
@@ -206,9 +219,11 @@ def prepared(options, tensors: dict) -> Exportable:
         model = model_input.with_one_input(model, args, given)
     on_device = option(samples, "on_device")
     pixels = on_device if isinstance(on_device, Pixels) else None
-    model = Outputs(model).eval() if has_other_parts(model(inputs)) else model
+    answer = model(inputs)
+    model = with_plain_outputs(model, answer, options.format).eval()
     about = yaml.safe_load((options.run / "config.yaml").read_text())["about"]
     facts = {"run": args.model, "arch": args.arch, "dataset": args.dataset, "classes": about.get("classes", [])}
+    facts |= facts_on_output(answer)
     names = {0: "batch", 1: "length"} if has_any_length(model, inputs) else {0: "batch"}
     found = None
     if inputs.ndim == 4:
@@ -218,9 +233,10 @@ def prepared(options, tensors: dict) -> Exportable:
         except UsageError as error:
             if options.resize or (options.pixels and not pixels):
                 raise
-            print(printable(f"export.py: {error}: the file does not say how images are prepared"), file=sys.stderr)
+            print_note(f"{error}: the file does not say how images are prepared")
     if found:
-        facts["crop"], pixels = found.crop, found.pixels
+        facts |= {"upright": found.upright, "crop": found.crop, "interpolation": "bilinear, antialiased"}
+        pixels = found.pixels
     if pixels:
         facts |= {"mean": pixels.mean, "deviation": pixels.deviation}
     if options.pixels or options.resize:
@@ -256,6 +272,19 @@ def has_any_length(model: nn.Module, inputs: Tensor) -> bool:
     return True
 
 
+def with_plain_outputs(model: nn.Module, answer: Any, form: str) -> nn.Module:
+    """Return a model that returns tensors alone, by name in ONNX, instead of such an answer."""
+    if has_other_parts(answer):
+        return Outputs(model)
+    return NamedOutputs(model) if form == "onnx" and not isinstance(answer, Tensor) else model
+
+
+def facts_on_output(answer: Any) -> dict[str, str]:
+    """Return the key of the outputs that training takes, in what a model returns; nothing if that is a tensor."""
+    keys = [key for key, one in named_tensors(answer) if one is model_input.outputs_of(answer)]
+    return {"output": keys[0]} if keys and not isinstance(answer, Tensor) else {}
+
+
 class Outputs(nn.Module):
     """A model that returns its outputs alone, and nothing else, as a cache of transformers."""
 
@@ -265,6 +294,20 @@ class Outputs(nn.Module):
 
     def forward(self, inputs):
         return model_input.outputs_of(self.model(inputs))
+
+
+class NamedOutputs(nn.Module):
+    """A model that returns all its tensors by name: "output" is that of `Outputs`, and the first."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        answer = self.model(inputs)
+        outputs = model_input.outputs_of(answer)
+        others = {f"output_{key}": one for key, one in named_tensors(answer) if one is not outputs}
+        return others if outputs is None else {"output": outputs, **others}
 
 
 def has_other_parts(answer) -> bool:
@@ -313,10 +356,10 @@ def check(made: Exportable, program: Callable):
         shape = tuple(values.shape)
         try:
             wanted = [one for one in pytree.tree_leaves(made.model(values.clone())) if isinstance(one, Tensor)]
-        except Exception:  # longer than its table of positions, whatever it raises
-            if count == BATCHES[-1]:
+        except Exception as error:
+            if count == BATCHES[-1]:  # longer than its table of positions, whatever it raises
                 continue
-            raise
+            raise UsageError(f"the model takes no inputs of {shape} ({reason_of(error)}){hint}") from error
         if not wanted:
             raise UsageError("the model returns no tensor: there is nothing to export")
         try:

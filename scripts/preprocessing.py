@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor, nn
 
 from lib.config import plugins
@@ -20,10 +20,12 @@ class Preprocessing:
     """How get_transform prepares images: a square in the centre is resized, and normalized.
 
     `crop`: the square's side, as a share of the image's shorter side. None: the whole image is stretched to a square.
+    `upright`: before that, an image is turned upright by its EXIF, as phones need it.
     """
 
     pixels: Pixels
     crop: float | None
+    upright: bool
 
 
 def find(args, pixels: Pixels | None) -> Preprocessing | None:
@@ -37,9 +39,12 @@ def find(args, pixels: Pixels | None) -> Preprocessing | None:
     draw = np.random.default_rng(0)
     photos = [draw.integers(256, size=(*size, args.channels), dtype=np.uint8) for size in PHOTOS]
     plain = [np.full_like(photos[0], value) for value in (0, 255)]
+    upright, turned = Image.fromarray(np.rot90(photos[0], -1).squeeze()), Image.fromarray(photos[0].squeeze())
+    turned.getexif()[ExifTags.Base.Orientation] = 6  # to be turned clockwise
     try:
         transform = dataset.get_transform(args)
         black, white, *wanted = [transform(Image.fromarray(one.squeeze())) for one in (*plain, *photos)]
+        upright, turned = transform(upright), transform(turned)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise UsageError(f"get_transform of lib/dataset/{args.dataset}.py fails: {reason}") from error
@@ -55,7 +60,7 @@ def find(args, pixels: Pixels | None) -> Preprocessing | None:
     for crop in CROPS:
         ours = [pixels.normalize(resize(one, crop, args.image_size))[0] for one in images]
         if all(torch.allclose(one, other.float(), rtol=0, atol=level) for one, other in zip(ours, wanted)):
-            return Preprocessing(pixels, crop)
+            return Preprocessing(pixels, crop, torch.equal(upright, turned))
     return None
 
 

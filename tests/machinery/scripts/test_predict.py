@@ -162,7 +162,7 @@ def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, mo
         dataset.get_transform = lambda args: None
         wanted = predict.load_model(folder)(image=images)
         assert [*predict.load(folder)([images[0]])[0].values()] == pytest.approx(wanted.softmax(1)[0].tolist())
-        options = types.SimpleNamespace(run=folder, shape=None, fixed=None, pixels=False, resize=False)
+        options = types.SimpleNamespace(run=folder, shape=None, fixed=None, pixels=False, resize=False, format="onnx")
         exported = export.prepared(options, export.read(folder / "final" / "weights.safetensors")).model
         assert torch.equal(exported(images), wanted)
         torch.manual_seed(5)
