@@ -219,6 +219,7 @@ def prepared(options, tensors: dict) -> Exportable:
         model = model_input.with_one_input(model, args, given)
     on_device = option(samples, "on_device")
     pixels = on_device if isinstance(on_device, Pixels) else None
+    print_note(model_input.note_on_trainer(args))
     answer = model(inputs)
     model = with_plain_outputs(model, answer, options.format).eval()
     about = yaml.safe_load((options.run / "config.yaml").read_text())["about"]

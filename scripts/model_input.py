@@ -1,4 +1,4 @@
-"""Gives a run's model one input as the trainer does (lib/core/loss.py), for predict.py and export.py."""
+"""Gives a run's model one input as the usual trainer does (lib/core/loss.py), for predict.py and export.py."""
 
 import contextlib
 import inspect
@@ -11,6 +11,7 @@ from torch import nn
 
 from lib.config import plugins
 from lib.core import loss
+from lib.trainer import trainer
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data import loader
 from lib.utils.data.plan import Plan
@@ -32,6 +33,14 @@ class Named(nn.Module):
 def outputs_of(answer: Any) -> Any:
     """Return the outputs in what a model returned, as in training, None if there are none."""
     return loss.split_output(answer._asdict() if hasattr(type(answer), "_asdict") else answer)[0]
+
+
+def note_on_trainer(args: Namespace) -> str:
+    """Return how the run's figures may come from other inputs than the model gets here, "" if no trainer says so."""
+    if plugins.load("trainer", args.trainer).Trainer.evaluation_step is trainer.Trainer.evaluation_step:
+        return ""
+    what = "what it does to inputs is missing here, and its loss may give outputs another meaning"
+    return f"-trainer {args.trainer} has an evaluation_step of its own: {what}"
 
 
 def training_samples(args: Namespace) -> Any:

@@ -11,6 +11,7 @@ import argparse
 import csv
 import io
 import json
+import logging
 import math
 import signal
 import sys
@@ -36,6 +37,7 @@ from lib.utils.data import photos
 from lib.utils.errors import FAILED, FINISHED, UsageError, printable
 from scripts import model_input
 
+log = logging.getLogger(__name__)
 BATCH = 64  # images at once
 SHOWN = 3  # classes of a file in the table
 MOST = 60  # characters of a -text in the table
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         if not rows:
             raise UsageError("nothing to predict: name images, text files or folders of images, or give -text")
         text = FORMATS[form](rows, config_of_run.loss == "cross_entropy")
-        note = note_on_probabilities(network, config_of_run)
+        note = note_on_outputs(network, config_of_run)
         if args.o:
             atomic.write_file(args.o, text)
     except (UsageError, OSError) as error:
@@ -113,9 +115,11 @@ def load(
 
     With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
     The weights are those that `load_model` takes. The run's data is needed only if it alone shows which parameter of
-    `forward` gets the input; a warning names another one that the training gives, too. Raises UsageError if the model
-    needs more than one.
+    `forward` gets the input; a warning names another one that the training gives, too, and a trainer that may prepare
+    inputs itself. Raises UsageError if the model needs more than one.
     """
+    if note := model_input.note_on_trainer(flags_of(run)):
+        log.warning("%s", note)
     return predictor(load_model(run, device, source), run, device)
 
 
@@ -160,16 +164,17 @@ def tensor_of(made: Any) -> Tensor:
     return made
 
 
-def note_on_probabilities(model: nn.Module, args: Namespace) -> str:
-    """Return what the probabilities are, if the run may have been trained with another loss than `args.loss`."""
+def note_on_outputs(model: nn.Module, args: Namespace) -> str:
+    """Return what the outputs are, if the run may have another loss than `args.loss`, or other inputs."""
     own = plugins.load("trainer", args.trainer).Trainer
-    is_own = own.training_step is not trainer.Trainer.training_step
-    gets_targets = {*loss.signature(type(model).forward).parameters} & {*loss.TARGETS}
-    if args.loss != "cross_entropy" or not (is_own or gets_targets):
-        return ""
-    who = f"-trainer {args.trainer} has" if is_own else f"-arch {args.arch} gets targets, and may have"
-    what = "probabilities are the softmax of the outputs"
-    return f"{what}; {who} a loss of its own, for which outputs may mean something else"
+    note = model_input.note_on_trainer(args)
+    if args.loss != "cross_entropy":
+        return note
+    if not note and own.training_step is not trainer.Trainer.training_step:
+        note = f"-trainer {args.trainer} has a training_step of its own: its loss may give outputs another meaning"
+    elif not note and {*loss.signature(type(model).forward).parameters} & {*loss.TARGETS}:
+        note = f"-arch {args.arch} gets targets: a loss of its own may give outputs another meaning"
+    return note and f"probabilities are the softmax of the outputs; {note}"
 
 
 def one_row_each(outputs: Tensor | None, samples: int, args: Namespace) -> Tensor:

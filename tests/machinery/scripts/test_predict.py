@@ -83,7 +83,7 @@ def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_
     assert model(image[None]).softmax(1)[0].tolist() == pytest.approx([*shares], abs=1e-6)
 
 
-def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys, script_error, monkeypatch):
+def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys, caplog, script_error, monkeypatch):
     (tmp_path / "text").write_text("abcdefghijklmnopqrstuvwxyz\n" * 400)
     flags = f"-dataset tokens -data {tmp_path / 'text'} -tokens_length 16 -tokens_samples 512 -trainer ema"
     folder = run(tmp_path, f"{flags} -gpt_depth 1 -gpt_width 32 -gpt_heads 2 -cpu 1 -epochs 2 -model letters")
@@ -99,10 +99,16 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys, script_err
     assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"]), *answer([])], "of other lengths"
     assert "an empty text" in script_error(predict, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
-    monkeypatch.setattr("lib.trainer.ema.Trainer.training_step", None)
-    assert predict.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
-    printed, said = capsys.readouterr()
-    assert "takes no images" in printed and "softmax of the outputs; -trainer ema has a loss of its own" in said
+    for step in ("a training_step", "an evaluation_step"):
+        monkeypatch.setattr(f"lib.trainer.ema.Trainer.{step.split()[1]}", None)
+        assert predict.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
+        printed, said = capsys.readouterr()
+        assert "takes no images" in printed and f"softmax of the outputs; -trainer ema has {step} of its own" in said
+    options = types.SimpleNamespace(run=folder, shape=[16], fixed=None, pixels=False, resize=False, format="onnx")
+    export.prepared(options, export.read(folder / "final" / "weights.safetensors"))
+    predict.load(folder)
+    note = "-trainer ema has an evaluation_step of its own: what it does to inputs is missing here, and its loss may"
+    assert note in said and f"export.py: {note}" in capsys.readouterr().err and note in caplog.text
 
 
 def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp_path, capsys):
