@@ -4,6 +4,8 @@ FILES are images, text files, or folders, which are searched for images. The run
 (get_transform). The weights are those of -from, else the best ones, else the final ones. The training data is not
 needed, unless it alone shows which parameter of the model's `forward` gets the input.
 Each file gets a row: its prediction, or the reason why there is none. Exit code 1: some files have none.
+Where images lie in folders named like classes, the last lines say how many get another class, and name the first
+five; CSV and JSON have a column `folder`.
 In a notebook: from scripts import predict; predict.load("out/NAME")([image]), or predict.load_model("out/NAME").
 """
 
@@ -40,6 +42,7 @@ from scripts import model_input
 log = logging.getLogger(__name__)
 BATCH = 64  # images at once
 SHOWN = 3  # classes of a file in the table
+WRONG = 5  # images listed as in the folder of another class
 MOST = 60  # characters of a -text in the table
 
 
@@ -75,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     print(printable(f"{args.o}: {len(rows) - failed} predictions" if args.o else text.rstrip("\n")))
     if failed:
         print(f"predict.py: {failed} of {len(rows)} files could not be predicted", file=sys.stderr)
+    if config_of_run.loss == "cross_entropy" and any(row.folder for row in rows):
+        print(wrong([row for row in rows if row.folder]), file=sys.stderr)
     return FAILED if failed else FINISHED
 
 
@@ -228,6 +233,16 @@ class Row:
     values: dict[str, float] = field(default_factory=dict)
     fault: str = ""
 
+    @property
+    def best(self) -> str:
+        return max(self.values, key=self.values.__getitem__)
+
+    @property
+    def folder(self) -> str:
+        """The class after which the innermost folder is named that an image lies in, "" if none is."""
+        *folders, _ = Path(self.name).parts if is_image(Path(self.name)) else [""]
+        return next((name for name in reversed(folders) if name in self.values), "")
+
 
 def answers(transform: Callable, model: Callable, inputs: list[Path | str]) -> Iterator[Row]:
     """Yield a row for each input, in order: up to BATCH at once, of which only the tensors are kept."""
@@ -274,6 +289,16 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
         raise UsageError(f"get_transform fails: {type(error).__name__}: {error}") from error
 
 
+def wrong(rows: list[Row]) -> str:
+    """Return how many images in folders of classes are predicted as another class, and the first of them."""
+    found = [row for row in rows if row.best != row.folder]
+    lines = [f"predict.py: {len(found)} of {len(rows)} images lie in the folder of another class"]
+    lines += [f"  {row.name}  {row.best} {row.values[row.best]:.4f}" for row in found[:WRONG]]
+    if len(found) > WRONG:
+        lines.append("  ... (-o FILE.csv has all: `folder` is not `class`)")
+    return printable("\n".join(lines))
+
+
 def to_table(rows: list[Row], classifier: bool) -> str:
     """A line for each input: the most probable classes, or all outputs, or why there are none. Long texts are cut."""
     names = [row.name.replace("\n", "\\n") for row in rows]
@@ -304,9 +329,11 @@ def to_json(rows: list[Row], classifier: bool) -> str:
 def records(rows: list[Row], classifier: bool) -> list[dict]:
     """A dict for each input: of a classifier its class and the probability of that, before those of all classes.
 
-    If some inputs failed, there is an `error`, too. A class with the name of a column before it follows "class ".
+    If some inputs failed, there is an `error`, too; if some images lie in the folder of a class, its name.
+    A class with the name of a column before it follows "class ".
     """
     columns = ["file", *(["error"] if any(row.fault for row in rows) else [])]
+    columns += ["folder"] if classifier and any(row.folder for row in rows) else []
     columns += ["class", "probability"] if classifier else []
     made = []
     for row in rows:
@@ -315,10 +342,9 @@ def records(rows: list[Row], classifier: bool) -> list[dict]:
             while name in names:
                 name = f"class {name}"
             names.append(name)
-        facts = {"file": row.name, "error": row.fault}
+        facts = {"file": row.name, "error": row.fault, "folder": row.folder}
         if row.values and classifier:
-            best = max(row.values, key=row.values.__getitem__)
-            facts |= {"class": best, "probability": row.values[best]}
+            facts |= {"class": row.best, "probability": row.values[row.best]}
         values = [*(facts.get(name, "") for name in columns), *row.values.values()]
         made.append(dict(zip(names, values)))
     return made

@@ -48,7 +48,7 @@ def predictions(capsys, *args) -> str:
         assert predict.main([str(arg) for arg in args]) == 0
     finally:
         logging.disable(logging.NOTSET)
-    return capsys.readouterr().out
+    return "".join(capsys.readouterr())
 
 
 def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_path, capsys, monkeypatch):
@@ -58,17 +58,20 @@ def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_
     hidden = photos.rename(photos.parent / "away")  # on another machine they do not exist
     monkeypatch.setattr(predict, "BATCH", 7)
     try:
-        predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.csv")
+        said = predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.csv")
         predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.json")
         table = predictions(capsys, trained_run, moved / "dark" / "3.png", "-device", "cpu")
     finally:
         hidden.rename(photos)
     rows = list(csv.DictReader((tmp_path / "answers.csv").open()))
-    right = sum(f"/{row['class']}/" in row["file"] for row in rows)
+    right = sum(row["class"] == row["folder"] for row in rows)
+    wrong = next(row for row in rows if row["class"] != row["folder"])
+    assert said.count(".png") == 5 and f"of another class\n  {wrong['file']}  {wrong['class']} " in said
+    assert f"\npredict.py: {60 - right} of 60 images lie in" in said
     assert len(rows) == 60 and right / 60 == pytest.approx(accuracy, abs=1e-9) and 0.34 < accuracy < 1
     for row in rows:
         shares = {name: float(row[name]) for name in ("dark", "grey", "light")}
-        assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-5) and f"/{row['folder']}/" in row["file"]
         assert float(row["probability"]) == shares[row["class"]] == max(shares.values())
     others = json.loads((tmp_path / "answers.json").read_text())
     assert [{name: str(value) for name, value in one.items()} for one in others] == rows
