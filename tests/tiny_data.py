@@ -20,9 +20,8 @@ def make_cifar10(root, monkeypatch):
         return [name, hashlib.md5(data).hexdigest()]
 
     draw = np.random.default_rng(0)
-    names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
-    pixels = {name: draw.integers(0, 256, (4, 3072), dtype=np.uint8) for name in names}
-    listed = [write(name, {"data": rows, "labels": [0, 3, 9, 1]}) for name, rows in pixels.items()]
+    drawn = lambda: {"data": draw.integers(0, 256, (4, 3072), dtype=np.uint8), "labels": [0, 3, 9, 1]}  # noqa: E731
+    listed = [write(name, drawn()) for name, _ in CIFAR10.train_list + CIFAR10.test_list]
     meta = write("batches.meta", {"label_names": list("abcdefghij")})
     monkeypatch.setattr(CIFAR10, "train_list", listed[:5])
     monkeypatch.setattr(CIFAR10, "test_list", listed[5:])
