@@ -6,21 +6,17 @@ import inspect
 import logging
 import re
 import sys
-import tempfile
 import textwrap
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
-from lib.config import Args, parse_args, to_yaml
 from lib.core import replicas
 from lib.core.replicas import OURS
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
-from lib.utils.errors import UsageError, suggest
+from lib.utils.errors import suggest
 
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
@@ -38,8 +34,7 @@ ADVICE = "changes with the number of micro-batches and processes"
 
 
 def warn(trainer: Any) -> None:
-    """Warn of methods that nothing calls, and of what `faults` finds. Raises UsageError as `check_flags` does."""
-    check_flags(trainer.args)
+    """Warn of methods that nothing calls, and of what `faults` finds."""
     kinds = type(trainer).__mro__
     model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
     base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
@@ -48,8 +43,6 @@ def warn(trainer: Any) -> None:
     names = names - {*dir(base), *dir(nn.Module)} | OF_OTHERS & {*dir(model[0])}
     modules = {one for root in find_parts(trainer).modules.values() for one in root.modules()}
     parts = {kind for one in modules for kind in type(one).__mro__}
-    if (classes := trainer.plan.data["classes"]) and len(classes) != trainer.args.num_classes:
-        log.warning("the data have %d classes, and -num_classes is %d", len(classes), trainer.args.num_classes)
     with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
         files = {kind.__module__ for kind in {*own, *model}} - {"builtins"} | {"lib.core.optimizer"}
         text = "".join(_source(sys.modules.get(file)) for file in files if not file.startswith("torch."))
@@ -84,24 +77,6 @@ def warn(trainer: Any) -> None:
         for kind in {type(one) for one in nested(loader.dataset)} if loader.workers else ():
             for name in counters(_source(kind)) if replicas.is_own(kind) else ():
                 log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
-
-
-def check_flags(args: Args) -> None:
-    """Raise UsageError for a flag that config.yaml, by which a run is resumed and its model built, would change."""
-    text = to_yaml(args, {})
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "config.yaml")
-        file.write_text(text)
-        try:
-            again = vars(parse_args(["-cfg", str(file)], describe=False))
-        except UsageError as error:
-            fault = str(error).replace(f"{file}: ", "")
-            raise UsageError(f"config.yaml cannot keep a flag of a plugin: {fault}") from None
-    for name in yaml.safe_load(text).keys() & again.keys():
-        before, now = (list(one) if isinstance(one, tuple) else one for one in (getattr(args, name), again[name]))
-        if before != now and repr(before) != repr(now):  # NaN is no NaN
-            hint = "give it a type whose values read as themselves, as type=int or type=bool, and such a default"
-            raise UsageError(f"-{name} is {before!r:.40}, and {now!r:.40} when config.yaml is read again: {hint}")
 
 
 def faults(
@@ -148,7 +123,8 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     steps = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
     for step in [one for one in steps if not knows_targets and ".training_step(" not in ast.unparse(one)]:
         for call in _calls(step):  # a copy of the targets: what is masked in place counts as such
-            if _name(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
+            are_targets = re.search(r"label|target|\by\b", ast.unparse(call))
+            if are_targets and _name(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
                 yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
     for call in _calls(tree):
         name = _name(call)
@@ -250,8 +226,9 @@ def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
                 found.append((one.test, one.body, [*one.orelse, *(block[place + 1 :] if ends else [])]))
     found += [(one.values[0], one.values[1:], []) for one in ast.walk(function) if isinstance(one, ast.BoolOp)]
     for test, *sides in found:
-        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-        texts = [ast.unparse(part) for part in parts]
+        texts = [ast.unparse(part) for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):  # with others the main process goes on
+            texts = [text for text in texts if text.startswith("not ")]
         if any("size" in text for text in texts) or not any(re.fullmatch(BY_RANK, text) for text in texts):
             continue
         calls = [[call for statement in side for call in _calls(statement)] for side in sides]

@@ -125,7 +125,8 @@ class Check:
         if self.steps < 2:
             raise Broken("the run ends after its first step, and there is nothing to resume")
         facts = ledger.read(self.ledger("uninterrupted"))[0].facts
-        self.batch = facts["batch"]
+        self.batch, self.every = facts["batch"], max(1, self.steps // 7)
+        self.args = change_flags(self.args, save_every=f"{self.every}steps")
         self.args = change_flags(self.args, threads=facts["threads"])  # other numbers of processes would have others
         rows = self.planned(facts)
         print(f"{len(rows)} more runs: {self.duration(rows)}")

@@ -279,7 +279,8 @@ def cut_apart(texts: list[str], room: int) -> list[str]:
     usual = (room - 2) // 3  # the ends tell most trials of a sweep apart
     for start in sorted(range(room - 1), key=lambda start: abs(start - usual)):
         found = [cut(text, room, start) for text in texts]
-        words = [re.sub(r"[^_]*\.\.[^_]*", "..", text) for text in found]  # without those that are cut
+        pairs = zip(found, texts, strict=True)
+        words = [one if one == text else re.sub(r"[^_]*\.\.[^_]*", "..", one) for one, text in pairs]  # but cut ones
         if len({*words}) == len({*texts}):
             return found
     return []

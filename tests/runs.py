@@ -22,8 +22,7 @@ from lib.utils.data.tensors import Tensors
 def run(out: Path, flags: str, wanted: int = 0) -> Path:
     """Run train.py with these flags and -out and return the run's folder. The exit code must be `wanted`."""
     argv = [*flags.split(), "-out", str(out)]
-    code = train.main(argv)
-    folder = run_folder.path_of(config.parse_args(argv))
+    code, folder = train.main(argv), run_folder.path_of(config.parse_args(argv))
     assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.read_json(folder / 'outcome.json')}"
     return folder
 

@@ -12,7 +12,6 @@ from lib import config, launch
 from lib.config import plugins
 from lib.core import loss
 from lib.utils.errors import UsageError
-from scripts import check_plugins
 
 
 @pytest.mark.parametrize("number", ["-3", "-3.5", "-.5", "-1e-3", "-1E+3", "-1e3", "-2.", "+4", "1e-3", "-inf"])
@@ -282,9 +281,10 @@ def get_model(args): pass
     assert parsed(["-cfg", str(file), "-many_needed", "a"]).many_needed == "a"
     text = "def add_args(parser): parser.add_argument('-raw', default=3); parser.set_defaults(steps=9)"
     plugin_file(monkeypatch, tmp_path, "arch", "raw", f"{text}\ndef get_model(args): pass")
-    with pytest.raises(UsageError, match=r"-raw is 3, and '3' when config.yaml is read again"):
-        check_plugins.check_flags(parsed("-arch raw"))
-    assert "-epochs and -steps exclude each other" in refusal("-arch raw -epochs 2")
+    with pytest.raises(UsageError, match="-raw is 3, and '3' when"):
+        plugins.load_chosen(parsed("-arch raw"))
+    plugin_file(monkeypatch, tmp_path, "arch", "raw", f"{text}\ndef get_model(args): pass".replace("=3", "='a'"))
+    assert (parsed("-arch raw").steps, parsed("-arch raw -epochs 2").steps) == (9, None)
 
 
 @pytest.mark.parametrize(

@@ -45,20 +45,22 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
             found = _parse(parser, words)  # which -h ends
             with no_exit():
                 parser.set_plugin_defaults(plugins.mixed(module, found.data).describe(found), module)
+    named = given | {*entries}
+    parser.set_defaults(**{two: None for one, two in EITHER_OR[:3] if {one, two} & named == {one}})  # a plugin's
     args = _parse(parser, words)
     own, file = Path(args.out, args.model, "config.yaml"), Path(args.cfg or "").absolute()
     run, is_run = file.parent, describe and file.name == own.name and (file.parent / "outcome.json").is_file()
     if is_run and not given & {"model", "out", "resume", "weights"} and not (own.exists() and own.samefile(file)):
         hint = f"-out {run.parent} -model {run.name} continues it, -model NEW repeats it"
         raise UsageError(f"-cfg {cfg} is of a moved or copied run: {hint}")
-    check_combinations(args, given | set(entries))
+    check_combinations(args, named)
     return args
 
 
 def check_combinations(args: Args, given: set[str]) -> None:
     """Raise UsageError for flags that are right alone and wrong together. `given`: those of command line and -cfg."""
-    for one, other in (*EITHER_OR, ("fp16", "bf16"), ("bf16", "fp16")):  # the other may be a plugin's default
-        if one in given and (other in given or one != "resume") and getattr(args, one) and getattr(args, other):
+    for one, other in (*EITHER_OR, ("fp16", "bf16")):
+        if {one, other} <= given and getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
     for name in ("eval_every", "save_every"):
         if args.steps and (number := getattr(args, name)).isdigit():

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
                 words += [f"{flag}={value}" for value in values]
             elif action.nargs in (None, "?") or len(values) == 1:
                 words.append(f"{flag}={','.join(values)}")  # [1, 2.5] is 1,2.5 on the command line
-            else:
+            elif values or action.nargs != "+":  # which takes no empty list, its default
                 words += [flag, *values]
         return words
 

@@ -131,8 +131,7 @@ def _exchange(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: li
     received = rows.new_empty(sum(map(len, by_rank)), part)
     counts = [len(firsts) * part for firsts in by_rank], [count * part] * size
     dist.all_to_all_single(received.view(-1), sent.view(-1), *counts)
-    firsts = itertools.chain(*by_rank)
-    [total] = sum_nodes({first: [row] for first, row in zip(firsts, received, strict=True)})
+    [total] = sum_nodes({first: [row] for first, row in zip(itertools.chain(*by_rank), received, strict=True)})
     if slices > 1:
         mine, total = total, rows.new_empty(size * part)
         dist.all_gather_into_tensor(total, mine)

@@ -32,7 +32,7 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 # Attributes of the trainer that a subclass may replace, and those that the trainer makes later.
 MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule total_steps val_splits".split()}
-MADE_LATER = {*"all_optimizers checks counted engine has_stepped measured micro_batch trained".split()}
+MADE_LATER = {*"all_optimizers checks engine has_stepped measured micro_batch trained".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
@@ -64,6 +64,7 @@ class Checks:
         self.count = 0  # of the checks before a save
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
+        self.taken: list = []  # batches of this pass, which a subclass hands to the usual training_step
 
     def count_step(self) -> None:
         """Count a step; after the first one of this start, note what no checkpoint has."""
@@ -71,7 +72,7 @@ class Checks:
         self.steps += 1
 
     @contextlib.contextmanager
-    def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
+    def watch_pass(self, micro_batch: MicroBatch) -> Iterator[list]:
         """Name what a pass of a start's steps 2, 11, 101, or of an epoch's first, changes: tensors, states, a seed.
 
         At a run's first step a teacher is a copy of the model, and a layer may take its first values from the data.
@@ -79,8 +80,8 @@ class Checks:
         is_due = self.trainer.state.step and (self.steps in (0, 1, 10, 100) or micro_batch.step == 0)
         # In the first pass after a resume, a layer may take its first values again: so also without other parts.
         watched = is_due and micro_batch.first and (micro_batch.step_parts > 1 or not self.steps) and not self.changed
-        before = self.marks() if watched else {}
-        yield
+        before, self.taken = self.marks() if watched else {}, []
+        yield self.taken
         odd = [name for name, mark in (self.marks() if watched else {}).items() if mark != before.get(name)]
         if micro_batch.step_parts == 1:  # buffers and others then change once a step, as on any number of processes
             odd = [name for name in odd if isinstance(find_parts(self.trainer).weights().get(name), nn.Parameter)]
@@ -141,8 +142,8 @@ class Checks:
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
                 self.said[text] = names
-        known = {**{name: mark for name, mark in now.items() if not name.startswith("trainer.")}, **self.values}
-        names = [name for name, mark in now.items() if mark is not None and mark != known.get(name, "") is not None]
+        known = {**now, **self.values}
+        names = [name for name, mark in now.items() if None not in (mark, known[name]) and mark != known[name]]
         self.values = known | dict.fromkeys(names)  # named once
         if names:
             advice = "right if nothing needs it later; else make it a saved buffer or a state, alike on all ranks"

@@ -17,5 +17,4 @@ def lr_at(step: int, *, kind: str = "cosine", total: int, warmup: float, start: 
     """Return the learning rate of optimizer step `step` (from 0) of `total`, of which `warmup` rise to `start`."""
     if step < warmup:
         return start * (step + 1) / (math.floor(warmup) + 1)
-    done = min(1.0, (step - warmup) / max(1.0, total - 1 - warmup))
-    return end + (start - end) * float(BY_NAME[kind](done))
+    return end + (start - end) * float(BY_NAME[kind](min(1.0, (step - warmup) / max(1.0, total - 1 - warmup))))

@@ -136,11 +136,9 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, f
     `forwarded`: signals that they were sent. The child that takes `print_lock` prints why it failed. The others then
     have `grace_s` for their last step (just_in_time.py), on GPUs none: they may wait for a lost one for ever.
     """
-    codes = [child.exitcode for child in children]
-    while None in codes and failed_rank(codes) is None:
+    while None in (codes := [child.exitcode for child in children]) and failed_rank(codes) is None:
         # A child whose own children live wakes nobody when it is killed: so a second at most.
         connection.wait([child.sentinel for child in children if child.exitcode is None], timeout=1.0)
-        codes = [child.exitcode for child in children]
     rank = failed_rank(codes)
     if rank is None:
         return max(code or FINISHED for code in codes)

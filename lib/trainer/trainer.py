@@ -73,7 +73,7 @@ class Trainer:
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
-        self.counted = {**batch} if isinstance(batch, Mapping) else batch  # a subclass may hand on a part of it
+        self.checks.taken.append(batch)
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
             by_part = getattr(self.loaders["train"].dataset, "losses_by_part", lambda *_: {})  # of a mixture
@@ -197,10 +197,11 @@ class Trainer:
             parameter.grad = None
         for micro_batch, batch in batches:
             self.engine.begin_pass(micro_batch, self.trained)
-            self.counted = {**batch} if isinstance(batch, Mapping) else batch
-            with self.checks.watch_pass(micro_batch):
+            given = {**batch} if isinstance(batch, Mapping) else batch
+            with self.checks.watch_pass(micro_batch) as taken:
                 loss = self.call_training_step(batch, micro_batch)
-                count = self.count_targets(self.counted, micro_batch.count) if micro_batch.count else 0
+                given = taken[0] if len(taken) == 1 and type(self).count_targets is Trainer.count_targets else given
+                count = self.count_targets(given, micro_batch.count) if micro_batch.count else 0
                 self.backward(loss, micro_batch, count)
             if micro_batch.last:
                 break
@@ -389,7 +390,7 @@ class Trainer:
         """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
         self.read_losses()
         state, found = self.state, {}
-        self.marks, self.may_stop = self.saved_marks(), not self.must_wait and type(self).validate is Trainer.validate
+        self.marks, self.may_stop = self.mark_all(), not self.must_wait and type(self).validate is Trainer.validate
         for split in self.val_splits:
             found[split] = self.evaluate(split)
             self.logger.log_evaluation(state, split, found[split])
@@ -426,13 +427,13 @@ class Trainer:
     def evaluate(self, split: str) -> dict[str, float]:
         """Return a split's metrics over the samples of all ranks. Raises preemption.Stopped if a stop ends it."""
         totals = metrics.Sums()
-        is_changed = self.may_stop and self.marks != self.saved_marks()  # for its time: not to be saved
-        may_stop = self.may_stop and not distributed.all_reduce_max([is_changed], self.world)[0]
+        # Nothing is saved that a subclass has changed for the time of its evaluation.
+        may_stop = self.may_stop and not distributed.all_reduce_max([self.marks != self.mark_all()], self.world)[0]
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
-            is_stopped, self.measured = False, self.saved_marks()
+            is_stopped, self.measured = False, self.mark_all()
             for micro_batch, batch in self.loaders[split].epoch(0):
                 self.micro_batch = micro_batch
                 if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # need all ranks
@@ -454,10 +455,10 @@ class Trainer:
         losses.check_probabilities(self.loss)
         return metrics.means(totals.reduce())
 
-    def saved_marks(self) -> dict[str, Any]:
-        """Return marks of what is saved, {} if `evaluate` is this class's. DDP itself changes buffers."""
-        is_own, is_exact = type(self).evaluate is not Trainer.evaluate, self.plan.engine == "exact"
-        return self.checks.checksums(lambda _, one: is_exact or isinstance(one, nn.Parameter)) if is_own else {}
+    def mark_all(self) -> dict[str, Any]:
+        """Return marks of parameters and states, {} if `evaluate` is this class's, which changes none."""
+        is_own = type(self).evaluate is not Trainer.evaluate
+        return self.checks.checksums(lambda _, one: isinstance(one, nn.Parameter)) if is_own else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -478,7 +479,7 @@ class Trainer:
                 module.training = training
 
     def save(self, keep: bool = False) -> None:
-        """Begin a checkpoint, unless this moment has one; in a step or a hook, after its end. `keep`: for good."""
+        """Begin a checkpoint, unless this moment has one; in a step or hook, when that is done. `keep`: for good."""
         if self.must_wait:
             self.pending_saves.append(keep)
             return
@@ -515,8 +516,8 @@ class Trainer:
     def whole_weights(self, wanted: bool) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
         with self.evaluated_weights():
-            kept, measured = self.saved_marks(), vars(self).get("measured", {})
-            if any(name.startswith("model.") and kept[name] != measured[name] for name in measured):
+            kept, measured = self.mark_all(), vars(self).get("measured", {})
+            if any(name.startswith("model.") and kept.get(name) != measured[name] for name in measured):
                 log.warning("evaluate() measures other weights than are kept: let evaluated_weights() choose them")
             return weights.gather(model_tensors(self.model), wanted)
 
@@ -542,7 +543,7 @@ class Trainer:
             raise RuntimeError(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
-        self.marks, self.may_stop, best, found = self.saved_marks(), True, self.state.best, {}
+        self.marks, self.may_stop, best, found = self.mark_all(), True, self.state.best, {}
         if best and (best["evaluation"] < self.state.evaluations or self.state.validated < self.state.step):
             found["test_best"] = self.evaluate_best()
         found["test"] = self.evaluate("test")

@@ -138,8 +138,7 @@ def is_elastic() -> bool:
 
 def max_world_size(world: World) -> int:
     """Return how many processes the run may grow to, where scripts/elastic.sh started it; else how many there are."""
-    most_nodes = int(os.environ["PET_NNODES"].rpartition(":")[2]) if is_elastic() else 1
-    return max(world.size, most_nodes * world.local_size)
+    return max(world.size, world.local_size * int(os.environ["PET_NNODES"].rpartition(":")[2]) if is_elastic() else 1)
 
 
 def job_id() -> str | None:

@@ -30,7 +30,7 @@ def saving(trainer: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_between = trainer.is_whole and trainer.checks.steps > 0 and trainer.marks in (None, trainer.saved_marks())
+        is_between = trainer.is_whole and trainer.checks.steps > 0
         if is_between and (run_folder.is_lost_peer(error) if trainer.world.size > 1 else trainer.micro_batch is None):
             watchdog.begin("saving the last whole step, as a process is lost")
             try:
@@ -51,8 +51,8 @@ def save(trainer: Any) -> None:
         if not has_whole_state(trainer):
             raise RuntimeError("each rank has it all only on the CPU, without FSDP, and not with -deterministic no")
         disconnect()
-        if trainer.checks.changed or trainer.engine.buffers.others:
-            raise RuntimeError("a pass changes more than running statistics, as a counter, a queue or a teacher")
+        if trainer.checks.changed or trainer.engine.buffers.others or trainer.marks not in (None, trainer.mark_all()):
+            raise RuntimeError("a pass or evaluate() changes more than running statistics, as a counter, or weights")
     trainer.engine.buffers.restore()
     trainer.read_losses()
     if trainer.world.size == 1 and (trainer.state.bad_row or trainer.weights_fault()):

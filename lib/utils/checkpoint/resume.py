@@ -97,8 +97,7 @@ def find_newest_good(path: Path, world: World, leave_out: bool = False) -> Past 
         missing_on = {rank: fault for rank, fault in enumerate(faults) if fault}
         if good and not (missing_on and world.shares_disk):
             manifest = state.read_manifest(path / name) if world.rank == good[0] else None
-            manifest = distributed.broadcast(manifest, world, good[0])
-            return Past(path / name, manifest, damaged, good[0], missing_on)
+            return Past(path / name, distributed.broadcast(manifest, world, good[0]), damaged, good[0], missing_on)
         damaged += [*missing_on.values()][:1]
     if damaged:
         raise UsageError(f"{damaged[0]}; no good checkpoint is left: -reset without -resume starts from scratch")

@@ -65,8 +65,7 @@ def _class_names(part: MapDataset) -> list[str]:
     """Return the names of a split's classes, or of its parts'; [] without, as where a library has a number there."""
     own = option(part, "classes")
     found = [getattr(one, "classes", None) for one in fetch.nested(part, wrapped=False)] if own is None else [own]
-    found = [sorted(one, key=one.get) if isinstance(one, Mapping) else one for one in found]  # by their numbers
-    named = [[*map(str, one)] for one in found if isinstance(one, Sequence)]
+    named = [[*map(str, one)] for one in found if isinstance(one, Sequence | Mapping)]
     if any(one != named[0] for one in named):
         raise UsageError("joined data sets have different classes: number them alike, or set `classes` of the whole")
     return named[0] if named else []

@@ -16,7 +16,7 @@ from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
-LOWER_IS_BETTER = "loss logloss nll bits mae mse rmse msle mape error errors perplexity ppl wer cer eer fid ece brier"
+LOWER_IS_BETTER = "loss logloss nll bits mae mse rmse msle mape error errors perplexity ppl wer cer eer fid ece"
 COUNT = "\0count"  # after a metric's name: the sum of its counts
 
 

@@ -321,7 +321,7 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
     source += "".join(f"def evaluation_step(self, net, batch, n): self.{one}()\n" for one in ("ema", "model"))
     source += "nn.NLLLoss(weight=None)\nnn.CrossEntropyLoss(weight=w, reduction='none')\ng(reduction='sum') / 8"
     source += "\nF.cross_entropy(a, b, ignore_index=PAD)\nF.cross_entropy(a, b, ignore_index=-100)\nnn.CTCLoss()"
-    source += "\ndef training_step(self, b): return f(b.masked_fill(b < 0, -100))"
+    source += "\ndef training_step(self, y): return f(y.masked_fill(y < 0, -100))"
     tries = ((True,), [4, 12, 1, 2, 3, 9, 11]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
     for given, wanted in tries:
         assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
@@ -433,10 +433,12 @@ def test_saves_around_evaluations_are_of_the_weights_before_or_after_them(method
     assert same_tensors(*map(weights, folders)) and outcome(folders[1])["reason"].startswith("is_done()")
 
 
-def test_an_evaluation_has_no_padding_and_the_numbers_of_its_samples(tmp_path):
-    act = lambda self, model, batch, count: 1 // (count == len(batch[0]) == len(self.micro_batch.indices))  # noqa: E731
+def test_an_evaluation_has_no_padding_the_numbers_of_its_samples_and_the_threads_of_the_run(tmp_path):
+    def act(self, model, batch, count):
+        assert count == len(batch[0]) == len(self.micro_batch.indices) and torch.get_num_threads() == 2
+
     with plugins(trainer={"own": acting("evaluation_step", act)}):
-        run(tmp_path, f"{FLAGS} -trainer own -cpu 3 -overfit 8")
+        run(tmp_path, f"{FLAGS} -trainer own -cpu 3 -overfit 8 -threads 2")
 
 
 class Scaled(nn.Module):

@@ -1,0 +1,26 @@
+"""Reads the flags of plugins as config.yaml will have them: by it runs are resumed, and their models built again."""
+
+import yaml
+
+from lib.config import BUILDERS, Args, new_parser, plugins, to_yaml
+from lib.utils.errors import UsageError
+
+
+def check(args: Args) -> None:
+    """Raise UsageError for a flag of a plugin that config.yaml would give another value, or could not keep."""
+    parser = new_parser()
+    shared = {action.dest for action in parser._actions} | ({"about"} - vars(args).keys())
+    for kind in BUILDERS:
+        parser.add_plugin_flags(plugins.load_flags(kind, getattr(args, kind)), kind)
+    try:
+        found = yaml.load(to_yaml(args, {}), yaml.BaseLoader)
+        kept = {name: one for name, one in found.items() if name not in shared}
+        words = {name: one if isinstance(one, list) else [one] for name, one in kept.items()}
+        again = vars(parser.parse_args(parser.to_arguments(words, "config.yaml")))
+    except Exception as error:  # noqa: BLE001  # whatever the type of a flag raises
+        raise UsageError(f"config.yaml cannot keep a flag of a plugin: {type(error).__name__}: {error}") from None
+    for name in sorted(kept):
+        before, now = (list(one) if isinstance(one, tuple) else one for one in (vars(args)[name], again[name]))
+        if before != now and repr(before) != repr(now):  # NaN is no NaN
+            hint = "give it a type whose values read as themselves, as type=int or type=bool, and such a default"
+            raise UsageError(f"-{name} is {before!r:.40}, and {now!r:.40} when config.yaml is read again: {hint}")
