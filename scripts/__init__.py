@@ -1,6 +1,7 @@
 """Programs next to train.py; the first lines of each say how to call it.
 
 check_resume.py  -check_resume: kills a run and compares bits
+check_flags.py   imported by each start: plugins' flags that config.yaml would give back as other values
 check_plugins.py  imported by each start: what a trainer's and a model's files have that works otherwise elsewhere
 check_data.py    -check_data: opens every sample and lists what is wrong
 chaos.py         kills runs for hours

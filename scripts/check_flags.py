@@ -9,17 +9,19 @@ from lib.utils.errors import UsageError
 def check(args: Args) -> None:
     """Raise UsageError for a flag of a plugin that config.yaml would give another value, or could not keep."""
     parser = new_parser()
-    shared = {action.dest for action in parser._actions} | ({"about"} - vars(args).keys())
+    shared = {action.dest for action in parser._actions}
     for kind in BUILDERS:
         parser.add_plugin_flags(plugins.load_flags(kind, getattr(args, kind)), kind)
     try:
-        found = yaml.load(to_yaml(args, {}), yaml.BaseLoader)
-        kept = {name: one for name, one in found.items() if name not in shared}
+        kept = yaml.load(to_yaml(args, {}), yaml.BaseLoader)
+        if "about" in vars(args):
+            raise UsageError("-about is the name of an entry for people, take another")
+        kept = {action.dest: kept[action.dest] for action in parser._actions if action.dest in kept}
         words = {name: one if isinstance(one, list) else [one] for name, one in kept.items()}
         again = vars(parser.parse_args(parser.to_arguments(words, "config.yaml")))
     except Exception as error:  # noqa: BLE001  # whatever the type of a flag raises
         raise UsageError(f"config.yaml cannot keep a flag of a plugin: {type(error).__name__}: {error}") from None
-    for name in sorted(kept):
+    for name in sorted(kept.keys() - shared):
         before, now = (list(one) if isinstance(one, tuple) else one for one in (vars(args)[name], again[name]))
         if before != now and repr(before) != repr(now):  # NaN is no NaN
             hint = "give it a type whose values read as themselves, as type=int or type=bool, and such a default"

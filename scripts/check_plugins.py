@@ -123,8 +123,8 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     steps = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
     for step in [one for one in steps if not knows_targets and ".training_step(" not in ast.unparse(one)]:
         for call in _calls(step):  # a copy of the targets: what is masked in place counts as such
-            are_targets = re.search(r"label|target|\by\b", ast.unparse(call))
-            if are_targets and _name(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
+            are_scores = re.search("logit|score|att|prob|weight", ast.unparse(call))
+            if not are_scores and _name(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
                 yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
     for call in _calls(tree):
         name = _name(call)
@@ -228,7 +228,7 @@ def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     for test, *sides in found:
         texts = [ast.unparse(part) for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):  # with others the main process goes on
-            texts = [text for text in texts if text.startswith("not ")]
+            texts = [text for text in texts if re.match(r"not |.*(!= 0|> 0|\brank(\(\))?)$", text)]
         if any("size" in text for text in texts) or not any(re.fullmatch(BY_RANK, text) for text in texts):
             continue
         calls = [[call for statement in side for call in _calls(statement)] for side in sides]

@@ -126,8 +126,8 @@ class Check:
             raise Broken("the run ends after its first step, and there is nothing to resume")
         facts = ledger.read(self.ledger("uninterrupted"))[0].facts
         self.batch, self.every = facts["batch"], max(1, self.steps // 7)
-        self.args = change_flags(self.args, save_every=f"{self.every}steps")
-        self.args = change_flags(self.args, threads=facts["threads"])  # other numbers of processes would have others
+        more = {"save_every": f"{self.every}steps", "threads": facts["threads"]}
+        self.args = change_flags(self.args, **more)  # other numbers of processes would have others
         rows = self.planned(facts)
         print(f"{len(rows)} more runs: {self.duration(rows)}")
         header = LINE.format("what was done", "processes", "largest difference", "first step, from 0, that differs")

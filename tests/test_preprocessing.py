@@ -31,7 +31,7 @@ def test_what_get_transform_does_is_found_or_refused(channels, crop, monkeypatch
     dataset = types.SimpleNamespace(get_transform=lambda args: transform)
     monkeypatch.setattr(plugins, "load", lambda kind, name: dataset)
     assert preprocessing.find(args, None) == preprocessing.Preprocessing(
-        Pixels((0.4,) * channels, (0.2,) * channels), crop
+        Pixels((0.4,) * channels, (0.2,) * channels), crop, upright=True
     )
     dataset.get_transform = lambda args: lambda image: transform(image).abs()
     assert preprocessing.find(args, None) is None

@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
 def check_combinations(args: Args, given: set[str]) -> None:
     """Raise UsageError for flags that are right alone and wrong together. `given`: those of command line and -cfg."""
     for one, other in (*EITHER_OR, ("fp16", "bf16")):
-        if {one, other} <= given and getattr(args, one) and getattr(args, other):
+        if (one == "fp16" or {one, other} <= given) and getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
     for name in ("eval_every", "save_every"):
         if args.steps and (number := getattr(args, name)).isdigit():

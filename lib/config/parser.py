@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
                 words += [f"{flag}={value}" for value in values]
             elif action.nargs in (None, "?") or len(values) == 1:
                 words.append(f"{flag}={','.join(values)}")  # [1, 2.5] is 1,2.5 on the command line
-            elif values or action.nargs != "+":  # which takes no empty list, its default
+            elif values or action.nargs == "*":  # others take no empty list, their default
                 words += [flag, *values]
         return words
 

@@ -43,12 +43,12 @@ def load_chosen(args: Namespace) -> list[ModuleType]:
     """Import the files of -dataset, -arch and -trainer. Raises UsageError as `load` does."""
     from lib.utils import watchdog  # which imports torch
 
-    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
-        importlib.import_module("scripts.check_flags").check(args)
     modules = []
     for kind in BUILDERS:
         watchdog.begin(f"importing -{kind} {getattr(args, kind)}")
         modules.append(load(kind, getattr(args, kind)))
+    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
+        importlib.import_module("scripts.check_flags").check(args)
     return [mixed(modules[0], args.data), *modules[1:]]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, replicas, scheduler
+from lib.core.buffers import is_statistic
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
 from lib.utils.checkpoint import just_in_time, manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
@@ -64,7 +65,7 @@ class Trainer:
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
-        self.may_stop, self.marks = False, None  # whether `evaluate` votes on a stop; of what is saved, before it
+        self.may_stop, self.marks = False, None  # whether `evaluate` votes on a stop; marks of before it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, args.keep_last, args.keep_hours)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.must_wait, self.pending_saves = False, []  # in a step or a hook saves wait here: whether to keep each
@@ -73,7 +74,7 @@ class Trainer:
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
-        self.checks.taken.append(batch)
+        self.checks.taken.append({**batch} if isinstance(batch, Mapping) else batch)
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
             by_part = getattr(self.loaders["train"].dataset, "losses_by_part", lambda *_: {})  # of a mixture
@@ -456,9 +457,10 @@ class Trainer:
         return metrics.means(totals.reduce())
 
     def mark_all(self) -> dict[str, Any]:
-        """Return marks of parameters and states, {} if `evaluate` is this class's, which changes none."""
-        is_own = type(self).evaluate is not Trainer.evaluate
-        return self.checks.checksums(lambda _, one: isinstance(one, nn.Parameter)) if is_own else {}
+        """Return marks of parameters, statistics and states; {} if `evaluate` is this class's, which changes none."""
+        is_own, is_exact = type(self).evaluate is not Trainer.evaluate, self.plan.engine == "exact"
+        is_kept = lambda name, one: isinstance(one, nn.Parameter) or (is_exact and is_statistic(name))  # noqa: E731
+        return self.checks.checksums(is_kept) if is_own else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ def save(trainer: Any) -> None:
             raise RuntimeError("each rank has it all only on the CPU, without FSDP, and not with -deterministic no")
         disconnect()
         if trainer.checks.changed or trainer.engine.buffers.others or trainer.marks not in (None, trainer.mark_all()):
-            raise RuntimeError("a pass or evaluate() changes more than running statistics, as a counter, or weights")
+            raise RuntimeError("a pass or evaluate() changes more than statistics: a counter, a queue or a teacher")
     trainer.engine.buffers.restore()
     trainer.read_losses()
     if trainer.world.size == 1 and (trainer.state.bad_row or trainer.weights_fault()):

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import operator
 import os
 import struct
 from collections import Counter
@@ -22,7 +21,7 @@ from lib.utils.errors import UsageError
 SIDEWAYS = (5, 6, 7, 8)  # orientations in EXIF that swap width and height
 MOST_PIXELS = 250_000_000  # of an image: a gigabyte when decoded in full
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
-_decode = operator.methodcaller("load")
+_decode = lambda image: image.load()  # noqa: E731
 
 
 def find(folder: Path) -> tuple[list[str], Counter[str]]:

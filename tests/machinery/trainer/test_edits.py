@@ -321,7 +321,7 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
     source += "".join(f"def evaluation_step(self, net, batch, n): self.{one}()\n" for one in ("ema", "model"))
     source += "nn.NLLLoss(weight=None)\nnn.CrossEntropyLoss(weight=w, reduction='none')\ng(reduction='sum') / 8"
     source += "\nF.cross_entropy(a, b, ignore_index=PAD)\nF.cross_entropy(a, b, ignore_index=-100)\nnn.CTCLoss()"
-    source += "\ndef training_step(self, y): return f(y.masked_fill(y < 0, -100))"
+    source += "\ndef training_step(self, b): return f(b.masked_fill(b < 0, -100))"
     tries = ((True,), [4, 12, 1, 2, 3, 9, 11]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
     for given, wanted in tries:
         assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
