@@ -57,7 +57,7 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
         for part in (parts if args.compile == "blocks" else []) or [model]:
-            code, of = (getattr(part.forward, name, None) for name in ("__func__", "__self__"))  # or copies have it
+            code, of = (getattr(part.forward, name, None) for name in ("__func__", "__self__"))  # of a method
             part.forward = MethodType(torch.compile(code), of) if code else torch.compile(part.forward)
     if "torch._dynamo" in sys.modules:  # get_model may compile, too
         _configure_compiler(engine)
