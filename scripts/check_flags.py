@@ -17,10 +17,12 @@ def check(args: Args) -> None:
         if "about" in vars(args):
             raise UsageError("-about is the name of an entry for people, take another")
         kept = {action.dest: kept[action.dest] for action in parser._actions if action.dest in kept}
+        kept.pop("model", None)  # by default the plugins' names, of any length
         words = {name: one if isinstance(one, list) else [one] for name, one in kept.items()}
         again = vars(parser.parse_args(parser.to_arguments(words, "config.yaml")))
     except Exception as error:  # noqa: BLE001  # whatever the type of a flag raises
-        raise UsageError(f"config.yaml cannot keep a flag of a plugin: {type(error).__name__}: {error}") from None
+        fault = f"{type(error).__name__}: {error}"
+        raise UsageError(f"config.yaml cannot keep a plugin's flag, or a default that it sets: {fault}") from None
     for name in sorted(kept.keys() - shared):
         before, now = (list(one) if isinstance(one, tuple) else one for one in (vars(args)[name], again[name]))
         if before != now and repr(before) != repr(now):  # NaN is no NaN

@@ -121,9 +121,12 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     """Yield lines with losses that are no means over samples: those of micro-batches add up to another gradient."""
     divided = {id(part) for one in ast.walk(tree) if _divides(one) for part in ast.walk(one)}
     steps = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
-    for step in [one for one in steps if not knows_targets and ".training_step(" not in ast.unparse(one)]:
+    is_usual = "return super().training_step("  # whose targets count as they are handed on
+    for step in [one for one in steps if not knows_targets and is_usual not in ast.unparse(one)]:
         for call in _calls(step):  # a copy of the targets: what is masked in place counts as such
-            are_scores = re.search("logit|score|att|prob|weight", ast.unparse(call))
+            of_tensor = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) not in ("torch", "np")
+            filled = [call.func.value] if of_tensor else call.args[1:]  # pyright: ignore[reportAttributeAccessIssue]
+            are_scores = re.search("logit|score|att|prob|weight", " ".join(map(ast.unparse, filled)))
             if not are_scores and _name(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
                 yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
     for call in _calls(tree):

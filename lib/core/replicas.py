@@ -11,7 +11,6 @@ import re
 import sys
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -65,7 +64,7 @@ class Checks:
         self.count = 0  # of the checks before a save
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
-        self.taken = deque(maxlen=2)  # the last batches of this pass that the usual training_step has got
+        self.taken: Any = None, None  # what the usual training_step has returned last, and the batch that it got
 
     def count_step(self) -> None:
         """Count a step; after the first one of this start, note what no checkpoint has."""
@@ -73,7 +72,7 @@ class Checks:
         self.steps += 1
 
     @contextlib.contextmanager
-    def watch_pass(self, micro_batch: MicroBatch) -> Iterator[deque]:
+    def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Name what a pass of a start's steps 2, 11, 101, or of an epoch's first, changes: tensors, states, a seed.
 
         At a run's first step a teacher is a copy of the model, and a layer may take its first values from the data.
@@ -81,8 +80,8 @@ class Checks:
         is_due = self.trainer.state.step and (self.steps in (0, 1, 10, 100) or micro_batch.step == 0)
         # In the first pass after a resume, a layer may take its first values again: so also without other parts.
         watched = is_due and micro_batch.first and (micro_batch.step_parts > 1 or not self.steps) and not self.changed
-        before, self.taken = self.marks() if watched else {}, deque(maxlen=2)
-        yield self.taken
+        before = self.marks() if watched else {}
+        yield
         odd = [name for name, mark in (self.marks() if watched else {}).items() if mark != before.get(name)]
         if micro_batch.step_parts == 1:  # buffers and others then change once a step, as on any number of processes
             odd = [name for name in odd if isinstance(find_parts(self.trainer).weights().get(name), nn.Parameter)]

@@ -74,8 +74,9 @@ class Trainer:
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
-        self.checks.taken.append({**batch} if isinstance(batch, Mapping) else batch)
+        given = {**batch} if isinstance(batch, Mapping) else batch
         done = losses.forward(self.model, batch, self.loss)
+        self.checks.taken = done.loss, given
         if self.args.train_metrics:
             by_part = getattr(self.loaders["train"].dataset, "losses_by_part", lambda *_: {})  # of a mixture
             found = by_part(self.loss, done, self.micro_batch.indices)  # pyright: ignore[reportOptionalMemberAccess]
@@ -199,9 +200,10 @@ class Trainer:
         for micro_batch, batch in batches:
             self.engine.begin_pass(micro_batch, self.trained)
             given = {**batch} if isinstance(batch, Mapping) else batch
-            with self.checks.watch_pass(micro_batch) as taken:
+            with self.checks.watch_pass(micro_batch):
                 loss = self.call_training_step(batch, micro_batch)
-                given = taken[0] if len(taken) == 1 and type(self).count_targets is Trainer.count_targets else given
+                if loss is self.checks.taken[0] and type(self).count_targets is Trainer.count_targets:
+                    given = self.checks.taken[1]  # in which a subclass may have masked targets
                 count = self.count_targets(given, micro_batch.count) if micro_batch.count else 0
                 self.backward(loss, micro_batch, count)
             if micro_batch.last:
@@ -428,7 +430,6 @@ class Trainer:
     def evaluate(self, split: str) -> dict[str, float]:
         """Return a split's metrics over the samples of all ranks. Raises preemption.Stopped if a stop ends it."""
         totals = metrics.Sums()
-        # Nothing is saved that a subclass has changed for the time of its evaluation.
         may_stop = self.may_stop and not distributed.all_reduce_max([self.marks != self.mark_all()], self.world)[0]
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
@@ -458,9 +459,9 @@ class Trainer:
 
     def mark_all(self) -> dict[str, Any]:
         """Return marks of parameters, statistics and states; {} if `evaluate` is this class's, which changes none."""
-        is_own, is_exact = type(self).evaluate is not Trainer.evaluate, self.plan.engine == "exact"
-        is_kept = lambda name, one: isinstance(one, nn.Parameter) or (is_exact and is_statistic(name))  # noqa: E731
-        return self.checks.checksums(is_kept) if is_own else {}
+        own, is_ddp = type(self).evaluate is not Trainer.evaluate, self.world.size > 1 and self.plan.engine != "exact"
+        is_kept = lambda name, one: isinstance(one, nn.Parameter) or (is_statistic(name) and not is_ddp)  # noqa: E731
+        return self.checks.checksums(is_kept) if own else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
