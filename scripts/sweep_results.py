@@ -12,7 +12,7 @@ from scripts import plot, reading, status
 
 COLOURED = len(plot.COLOURS) - 1  # values of the flag that gives the colours; black is for all other trials
 LOSSES = ("loss", "label_smoothing", "ignore_index")  # flags whose values have losses of different meaning
-CURVES = 8  # of the best trials: those of more cannot be told apart
+CURVES = 8  # of the best trials: nobody can follow more
 LABELLED = 7  # values of a flag that are all written at its axis
 DOT = {"marker": "o", "linestyle": "none"}
 FAILED = {"marker": "x", "linestyle": "none", "color": "#B00000", "markersize": 7, "markeredgewidth": 2}

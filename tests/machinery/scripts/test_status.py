@@ -41,7 +41,7 @@ def test_finished_stopped_and_failed_runs_are_shown_with_their_reasons(tmp_path)
     assert max(map(len, lines)) <= 80 and lines[-1].startswith("no room for host, ")
     assert re.search(r"^name_.*\.\..*name_short +stopped .*\n  -limit_steps 7 is reached$", "\n".join(lines), re.M)
     assert all(row["run"] in status.table(long) for row in long), "-wide shows all"
-    for end in ("", "x" * 40):  # one cut tells them apart, or none
+    for end in ("", "x" * 40):  # with it no cut leaves them different
         names = [f"sweep_lr_start_{lr}_mlp_width_{n}_seed_2{end}" for lr in ("1e-3", "3e-3") for n in (8, 16)]
         text = status.table([{**found["whole"], "run": name} for name in names], width=80)
         assert len(set(re.findall(rf"_(1e|3e)-3_\S*_(8|16)_\S*{end}\s+finished", text))) == 4
