@@ -29,7 +29,7 @@ GATHER = "evaluates: return Ratio(sum, count), or gather it in on_evaluation, wi
 OF_A_SHARE = {"evaluation_step": GATHER, "compute_metrics": GATHER}  # methods that see samples of one process
 OF_A_SHARE |= {"training_step": "trains on: log_scalar() counts that of all, optimizer_step changes what is saved"}
 IN_STEP = set("train_step training_step optimizer_step clip_gradients due_optimizers set_learning_rate".split())
-BY_RANK = r"(not )?[\w.]*\b(is_main|is_writer)|(not )?[\w.]*\brank(\(\))?( == 0| != 0| > 0)?"  # tests
+BY_RANK = r"(not )?[\w.]*\b(is_main|is_writer)|(not )?[\w.]*\brank(\(\))?( == 0| != 0| > 0)?"  # if conditions
 ADVICE = "changes with the number of micro-batches and processes"
 
 
@@ -121,8 +121,8 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     """Yield lines with losses that are no means over samples: those of micro-batches add up to another gradient."""
     divided = {id(part) for one in ast.walk(tree) if _divides(one) for part in ast.walk(one)}
     steps = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
-    is_usual = "return super().training_step("  # whose targets count as they are handed on
-    for step in [one for one in steps if not knows_targets and is_usual not in ast.unparse(one)]:
+    counted = "return super().training_step("  # then the targets count that this one gets
+    for step in [one for one in steps if not knows_targets and counted not in ast.unparse(one)]:
         for call in _calls(step):  # a copy of the targets: what is masked in place counts as such
             of_tensor = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) not in ("torch", "np")
             filled = [call.func.value] if of_tensor else call.args[1:]  # pyright: ignore[reportAttributeAccessIssue]

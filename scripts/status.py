@@ -275,8 +275,8 @@ def width_of(rows: list[dict], shown: list[str], name: int) -> int:
 
 
 def cut_apart(texts: list[str], room: int) -> list[str]:
-    """Return texts in so many characters, cut where whole words still tell them apart; [] if no place does."""
-    usual = (room - 2) // 3  # the ends tell most trials of a sweep apart
+    """Return texts in so many characters, cut where their whole words stay different; [] if no place is such."""
+    usual = (room - 2) // 3  # most trials of a sweep differ at their ends
     for start in sorted(range(room - 1), key=lambda start: abs(start - usual)):
         found = [cut(text, room, start) for text in texts]
         pairs = zip(found, texts, strict=True)
