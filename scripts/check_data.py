@@ -4,6 +4,7 @@ import logging
 import sys
 import traceback
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ def check(args: "Args") -> int:
             args.dataset,
             args.overfit,
         )
-        faults = find_faults(splits, World())
+        faults = find_faults(splits, World(), args.seed)
     for _, text in faults.values():
         print(printable(text))
     total = sum(map(len, splits.values()))
@@ -61,7 +62,7 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
     read = (lambda: read_list(folder / "config.yaml")) if known and world.is_main else None
     bad = distributed.broadcast(distributed.attempt(read, world), world)
     if bad is None:
-        parts = distributed.gather_results(lambda: find_faults(splits, world), world)
+        parts = distributed.gather_results(lambda: find_faults(splits, world, args.seed), world)
         faults: Faults = {name: fault for part in parts for name, fault in part.items()}
         for number, text in faults.values():
             if number:
@@ -73,6 +74,8 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
     for split, part in splits.items():
         named = [name_of(split, part, index) for index in range(len(part))]
         good = [index for index, name in enumerate(named) if name not in names]
+        if twice := [name for name, times in Counter(named).items() if times > 1 and name in names]:
+            raise UsageError(f"-skip_bad_files: {twice[0]} is the name of several samples of {split}: rename files")
         if not good:
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
         kept[split] = part
@@ -109,13 +112,14 @@ def read_list(config: Path) -> list[str] | None:
     return names
 
 
-def find_faults(splits: dict[str, MapDataset], world: World) -> Faults:
+def find_faults(splits: dict[str, MapDataset], world: World, seed: int = 0) -> Faults:
     """Return what is wrong with this rank's share of all samples, found in processes on this rank's cores."""
     faults = {}
     for split, part in splits.items():
-        share = range(world.rank, len(part), world.size)
+        if not (share := range(world.rank, len(part), world.size)):
+            continue
         results = DataLoader(
-            Attempts(part),
+            Attempts(part, seed),
             batch_size=None,
             sampler=share,
             num_workers=min(len(share), max(1, runtime.cores_per_process(world))),
@@ -143,17 +147,17 @@ def find_faults(splits: dict[str, MapDataset], world: World) -> Faults:
 class Attempts(Dataset):
     """Of each sample its index and what is wrong with it, as (index, number of the error, message), or None."""
 
-    def __init__(self, dataset: MapDataset):
-        self.dataset, self.disk_failed = dataset, False
+    def __init__(self, dataset: MapDataset, seed: int):
+        self.dataset, self.fetch, self.disk_failed = dataset, fetch.Fetch(dataset, seed), False
 
     def __len__(self):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[int, int, str] | None:
-        whole = getattr(self.dataset, "__getitems__", None)
-        read = (lambda: whole([index])) if whole else (lambda: self.dataset[index])
+        read = lambda: self.fetch._read(0, [index], [index])  # noqa: E731  # as in training
         try:
             with no_exit():
+                self.fetch.set_epoch(0)
                 read() if self.disk_failed else files.retry(read)  # a disk that is gone is waited for once
         except BaseException as error:  # noqa: BLE001  # whatever it is, as a panic of Rust's, it is listed
             number = error.errno if isinstance(error, OSError) else None

@@ -172,7 +172,7 @@ def data(args) -> Findings:
         yield NOTE, line
     faults = {}
     if args.check_data or hasattr(splits["train"], "sample_name"):  # files that people bring
-        faults = check_data.find_faults(splits, World())
+        faults = check_data.find_faults(splits, World(), args.seed)
     for number, text in faults.values():
         yield NOTE if args.skip_bad_files and not number else BAD, text
     past = resume.find(args, World())

@@ -2,12 +2,14 @@
 
 TEXTS are files, or folders, of which all files are read. It trains a byte-pair encoding of -vocabulary tokens on
 them, or takes the one in a tokenizer.json of Hugging Face; both need `pip install tokenizers`. With -bytes each byte
-is a token, and no package is needed. The last part of the texts goes into val.bin, the rest into train.bin.
+is a token, and no package is needed. Where the names of texts say their splits, as train.txt and valid.txt, these
+decide; else the last part of the texts goes into val.bin, the rest into train.bin.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.dataset import tokens
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError
+from lib.utils.files import is_debris
 
 PIECE = 1 << 20  # bytes that are encoded at once, up to the end of a line
+SPLITS = ("train", "val", "test")
 END = "<|endoftext|>"  # the token behind each file, if the tokenizer has it
 
 
@@ -26,48 +31,63 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path, metavar="TEXTS", help="text files, or folders of them")
     parser.add_argument("-o", type=Path, default=Path("data/tokens"), metavar="DIR", help="(%(default)s)")
-    parser.add_argument(
-        "-val", type=float, default=0.05, metavar="X", help="share of the texts for val (%(default)s)"
-    )
+    parser.add_argument("-val", type=float, metavar="X", help="share of the texts for val, if no names decide (0.05)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("-vocabulary", type=int, default=4096, metavar="N", help="of the new encoding (%(default)s)")
     kind.add_argument("-tokenizer", type=Path, metavar="FILE", help="take the tokenizer in this file")
     kind.add_argument("-bytes", action="store_true", help="make each byte a token")
     args = parser.parse_args(argv)
     try:
-        if not (0 <= args.val <= 1 and args.vocabulary > 256):
-            raise UsageError(
-                "-val is a share from 0 to 1, and -vocabulary at least 257: the bytes and the end of a text"
-            )
-        files = found(args.texts, args.o)
+        val = 0.05 if args.val is None else args.val
+        if not (0 < val < 1 and args.vocabulary > 256):
+            wanted = "a share between 0 and 1, and -vocabulary at least 257: the bytes and the end of a text"
+            raise UsageError(f"-val is {wanted}")
+        parts = found(args.texts, args.o)
+        if args.val is not None and "" not in parts:
+            raise UsageError("-val: the names of the texts say which are for val")
         if not args.bytes:
-            check_texts(files)
-        train_bytes = round(sum(file.stat().st_size for file in files) * (1 - args.val))
-        tokenizer = Bytes() if args.bytes else Tokenizer(args.tokenizer, args.vocabulary, pieces(files, train_bytes))
-        counts = write(args.o, tokenizer, pieces(files, train_bytes))
+            check_texts([file for files in parts.values() for file in files])
+        tokenizer = Bytes() if args.bytes else Tokenizer(args.tokenizer, args.vocabulary, pieces_of(parts, val))
+        splits = ["train", "val"] if "" in parts else [split for split in SPLITS if split in parts]
+        counts = write(args.o, tokenizer, splits, pieces_of(parts, val))
     except (UsageError, OSError) as error:
         parser.exit(2, f"make_tokens.py: {error}\n")
     ends = "".join(f"; -gpt_end_token {token}" for token in tokenizer.end)
-    print(f"{args.o}: {counts['train']:,} tokens for training, {counts['val']:,} for validation{ends}")
+    uses = {"train": "tokens for training", "val": "for validation", "test": "for test"}
+    print(f"{args.o}: {', '.join(f'{count:,} {uses[split]}' for split, count in counts.items())}{ends}")
     return 0
 
 
-def found(texts: list[Path], out: Path) -> list[Path]:
-    """Return the files, and those in the folders but hidden ones, sorted, and without older token files in `out`.
+def found(texts: list[Path], out: Path) -> dict[str, list[Path]]:
+    """Return the files by the splits in their names, or all of them under "", without older token files in `out`.
 
-    Raises UsageError if a folder has none, and for links to nothing.
+    Raises UsageError if a folder has none, for links to nothing or to folders, and for a file that comes twice.
     """
-    files = []
+    made = {out / name for name in ("", *(f"{split}.bin" for split in SPLITS), "meta.json", "tokenizer.json")}
+    made = {one.resolve() for one in made}
+    entries: list[Path] = []
     for text in texts:
-        inner = [text] if text.is_file() else sorted(file for file in text.rglob("*") if not file.is_dir())
-        inner = [file for file in inner if not any(part.startswith(".") for part in file.relative_to(text).parts)]
-        inner = [file for file in inner if file.resolve().parent != out.resolve()]
-        if broken := next((file for file in inner if not file.is_file()), None):
-            raise UsageError(f"{broken}: a link to nothing, or no regular file")
-        if not inner:
-            raise UsageError(f"{text}: no such file, or a folder without files")
-        files += inner
-    return files
+        if not text.exists():
+            raise UsageError(f"{text}: no such file or folder")
+        is_part = text.is_file() or (len(texts) > 1 and tokens.split_of(text.stem))
+        inner = [text] if is_part else sorted(one for one in text.iterdir() if not is_debris(one.name))
+        entries += [one for one in inner if one.resolve() not in made and one.suffix != ".partial"]
+    named, known = tokens.by_split(entries) or {"": entries}, set()
+    parts = {split: [file for one in some for file in files_of(one)] for split, some in named.items()}
+    for file in [file for files in parts.values() for file in files]:
+        if not file.is_file():
+            raise UsageError(f"{file}: a link to nothing or to a folder, or no regular file")
+        if file.resolve() in known:
+            raise UsageError(f"{file}: it comes twice")
+        known.add(file.resolve())
+    if not known:
+        raise UsageError(f"{texts[0]}: a folder without files")
+    return parts
+
+
+def files_of(text: Path) -> list[Path]:
+    """Return a file, or the files in a folder."""
+    return tokens.find_texts(str(text)) if text.is_dir() and not text.is_symlink() else [text]
 
 
 def check_texts(files: list[Path]) -> None:
@@ -89,13 +109,20 @@ def check_texts(files: list[Path]) -> None:
                 done += len(piece)
 
 
-def pieces(files: list[Path], train_bytes: int) -> Iterator[tuple[str, bytes]]:
+def pieces_of(parts: dict[str, list[Path]], val: float) -> Iterator[tuple[str, bytes]]:
+    """Return what `pieces` does, for files whose splits are known, or with a share of all their bytes for val."""
+    for split, files in parts.items():
+        cut = math.inf if split else round(sum(file.stat().st_size for file in files) * (1 - val))
+        yield from ((split or part, piece) for part, piece in pieces(files, cut))
+
+
+def pieces(files: list[Path], train_bytes: float) -> Iterator[tuple[str, bytes]]:
     """Return the bytes of the files in pieces, each with its split, and an empty piece behind each file."""
     done = 0
     for file in files:
         with file.open("rb") as opened:
             while piece := b"".join(opened.readlines(PIECE)):
-                cut = max(0, min(train_bytes - done, len(piece)))
+                cut = int(max(0, min(train_bytes - done, len(piece))))
                 if 0 < cut < len(piece):
                     cut = piece.rfind(b"\n", 0, cut) + 1 or cut
                     while cut > 0 and piece[cut] & 0xC0 == 0x80:  # inside a character
@@ -153,26 +180,29 @@ class Tokenizer:
         atomic.write_file(folder / "tokenizer.json", self.inner.to_str())
 
 
-def write(folder: Path, tokenizer: Bytes | Tokenizer, texts: Iterator[tuple[str, bytes]]) -> dict[str, int]:
-    """Write train.bin, val.bin, meta.json and the tokenizer; return how many tokens each split has.
+def write(
+    folder: Path, tokenizer: Bytes | Tokenizer, splits: list[str], texts: Iterator[tuple[str, bytes]]
+) -> dict[str, int]:
+    """Write the token file of each split, meta.json and the tokenizer; return how many tokens each split has.
 
-    Raises UsageError, and writes nothing, if one has none.
+    Raises UsageError, and writes nothing, if one has none, or if a token file of another split is there.
     """
-    kind, counts = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32", {"train": 0, "val": 0}
+    kind, counts = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32", dict.fromkeys(splits, 0)
+    if old := [one for one in SPLITS if one not in counts and (folder / f"{one}.bin").exists()]:
+        raise UsageError(f"{folder / old[0]}.bin: it would be taken with these: remove it, or give another -o")
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         partials = {split: stack.enter_context(atomic.new_version(folder / f"{split}.bin")) for split in counts}
         files = {split: stack.enter_context(partial.open("xb")) for split, partial in partials.items()}
         for split, piece in texts:
-            tokens = np.asarray(tokenizer.encode(piece), kind)
-            files[split].write(tokens.tobytes())
-            counts[split] += len(tokens)
+            numbers = np.asarray(tokenizer.encode(piece), kind)
+            files[split].write(numbers.tobytes())
+            counts[split] += len(numbers)
         if empty := next((split for split, count in counts.items() if not count), ""):
             raise UsageError(f"no text is left for {empty}: take another -val, or more text")
-    atomic.write_file(
-        folder / "meta.json", json.dumps({"vocabulary": tokenizer.vocabulary, "type": kind, **counts}) + "\n"
-    )
-    tokenizer.save(folder)
+        facts = {"vocabulary": tokenizer.vocabulary, "type": kind, **counts}
+        atomic.write_file(folder / "meta.json", json.dumps(facts) + "\n")  # first: it fits no other token files
+        tokenizer.save(folder)
     return counts
 
 

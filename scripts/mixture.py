@@ -3,6 +3,7 @@
 import os
 import re
 from argparse import Namespace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +53,10 @@ class MixedDataset:
 
         if args.skip_bad_files:
             raise UsageError("-skip_bad_files: not in a mixture; -check_data lists the files to remove")
+        files = [Path(of_place(args, place).data, "tokenizer.json") for place in self.names]
+        if len({file.read_bytes() if file.is_file() else b"" for file in files}) > 1:
+            hint = "take one for all: make_tokens.py -tokenizer FILE"
+            raise UsageError(f"-data {args.data}: {files[0]} and {files[1]} differ, or one is not there; {hint}")
         parts = {}
         for place, name in self.names.items():
             parts[name] = splits(self.module.get_dataset(of_place(args, place)), args.dataset)

@@ -1,7 +1,7 @@
 """Packs class folders into tar shards for -dataset tar: python scripts/pack.py data/photos -o data/shards.
 
 Files go in as they are; with -resize N as JPEGs whose shorter side has N pixels, upright. -dataset NAME packs what
-another file in lib/dataset gives, without augmentation. Each split is in an order drawn once, so that programs that
+another file in lib/dataset gives, with -augment no. Each split is in an order drawn once, so that programs that
 read shards from front to back see the classes mixed. The same files give the same bytes. Shards are whole or absent:
 killed, the same command goes on. DIR/pack.json says what they are of: with other files or flags an empty folder is
 needed.
@@ -73,28 +73,33 @@ class Photos:
         return sum(Path(file).stat().st_size for file, _ in self.samples)
 
     def digest(self) -> str:
-        """Return a digest of all names, sizes and classes."""
-        facts = [
-            (os.fsencode(os.path.relpath(one, self.data)), Path(one).stat().st_size, n) for one, n in self.samples
-        ]
+        """Return a digest of all names, sizes, times and classes."""
+        facts = []
+        for file, label in self.samples:
+            about = Path(file).stat()
+            name = os.fsencode(os.path.relpath(file, self.data))
+            facts.append((name, about.st_size, about.st_mtime_ns, label))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 class Samples:
     """The samples of a split of any -dataset as files: each part of one has the ending of its type."""
 
-    def __init__(self, part: Any, split: str, args: Args):
-        self.part, self.split, self.seed = part, split, args.seed
-        self.facts = fingerprint.describe({"train": part}, args, World())
-        if fingerprint.NEVER_THE_SAME in self.facts.values():
+    def __init__(self, part: Any, split: str, args: Args, digest: Any):
+        self.part, self.split, self.seed, self.known = part, split, args.seed, digest
+        if digest == fingerprint.NEVER_THE_SAME:
             raise UsageError(f"the samples of {split} differ each time they are read: switch that off in -flags")
+        some = (0, len(part) // 2, len(part) - 1)
+        if any(self.read(index) != self.read(index, draw=draw) for index in some for draw in (1, 2)):
+            fault = "are drawn at random, as by an augmentation: one draw of each is packed"
+            print(f"pack.py: the samples of {split} {fault}, unless -flags switch it off", file=sys.stderr)
 
     def __len__(self) -> int:
         return len(self.part)
 
-    def read(self, index: int) -> Files:
+    def read(self, index: int, draw: int = 0) -> Files:
         """Return the parts of a sample. Raises UsageError for one that is nothing that a file can hold."""
-        seeding.seed(seeding.SAMPLE, self.seed, 0, index)
+        seeding.seed(seeding.SAMPLE, self.seed, draw, index)
         sample = self.part[index]
         parts = sample if isinstance(sample, Mapping | tuple | list) else [sample]
         named = dict(parts if isinstance(parts, Mapping) else enumerate(parts))
@@ -122,7 +127,7 @@ class Samples:
 
     def digest(self) -> str:
         """Return what a run knows of these samples."""
-        return hashlib.sha256(repr(self.facts).encode()).hexdigest()
+        return hashlib.sha256(f"{len(self)} {self.known}".encode()).hexdigest()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,7 +150,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         endings = pack_all(args)
     except (UsageError, OSError) as error:
-        parser.exit(2, printable(f"pack.py: {error}\n"))
+        hint = (
+            f"; train.py -dataset folder -data {args.folder} -check_data lists all"
+            if "-skip_bad" in str(error)
+            else ""
+        )
+        parser.exit(2, printable(f"pack.py: {error}{hint}\n"))
     hint = f"python train.py -dataset tar -data {args.o}"
     if not endings & {*tar_index.IMAGES} or "cls" not in endings:
         hint = f"samples have {', '.join(sorted(endings))}: a subclass of Shards reads them (docs/data.md)"
@@ -196,8 +206,9 @@ def open_dataset(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise UsageError(f"-dataset {args.dataset} has {', '.join(sorted(odd))}: shards are of {', '.join(SPLITS)}")
     if any(fetch.lists(part, "weights") or fetch.option(part, "sampler") is not None for part in parts.values()):
         print("weights and samplers are not packed: each sample is, once", file=sys.stderr)
-    sources = {split: Samples(part, split, flags) for split, part in parts.items()}
-    return sources, sources["train"].facts["classes"]
+    facts = fingerprint.describe(parts, flags, World())
+    sources = {split: Samples(part, split, flags, facts[f"{split} digest"]) for split, part in parts.items()}
+    return sources, facts["classes"]
 
 
 def check_folder(args: argparse.Namespace, sources: dict[str, Any], counts: dict[str, int]) -> None:
@@ -255,14 +266,22 @@ def pack(split: str, source: Any, out: Path, count: int, convert) -> None:
     bar = tqdm(total=len(source), desc=split, unit="sample", mininterval=pause, maxinterval=pause, delay=pause)
     order = [*range(len(source))]
     random.Random(0).shuffle(order)
+    there = 0
     for number in range(count):
         places = range(number * len(order) // count, (number + 1) * len(order) // count)
         shard = out / shard_name(split, number, count)
-        if not shard.exists():
+        if shard.exists():
+            there += 1
+        else:
             with atomic.new_version(shard) as partial:
                 verify(partial, write(partial, source, {f"{place:08d}": order[place] for place in places}, convert))
         bar.update(len(places))
     bar.close()
+    if there:
+        hint = "if samples have changed since, take an empty folder"
+        print(
+            f"pack.py: {split}: {there} of {count} shards were there, and stay as they are; {hint}", file=sys.stderr
+        )
 
 
 def shard_count(source: Any, shard_mb: int) -> int:

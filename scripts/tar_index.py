@@ -281,17 +281,22 @@ def expand(pattern: str) -> list[str]:
 
 
 def split_of(file: str) -> str:
-    """Return the split of a pattern's file: by its own name, or else by its folder's."""
-    names = reversed(file.split("/")[-2:])
-    return next((split for name in names for split in SPLITS if name.startswith(split)), "train")
+    """Return the split of a pattern's file: by a word of its name, or how that begins, or else by its folder's."""
+    for name in reversed(file.lower().split("/")[-2:]):
+        words = {*re.findall("(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", name)}
+        begin = [split for split in SPLITS if name.startswith(split)]
+        if found := [*words] if len(words) == 1 else begin:
+            return found[0]
+    return "train"
 
 
 def root_of(data: str) -> str:
     """Return the folder of the shards: -data, or what all files of a pattern have in common."""
     if not is_pattern(data):
         return data
-    root = os.path.commonpath([file.rpartition("/")[0] or "." for file in expand(data)])
-    return root.replace(":/", "://", 1) if is_url(data) else root
+    protocol, mark, _ = data.partition("://") if is_url(data) else ("", "", "")
+    folders = [file.removeprefix(protocol + mark).rpartition("/")[0] or "." for file in expand(data)]
+    return protocol + mark + os.path.commonpath(folders)
 
 
 @dataclass(frozen=True)
@@ -491,7 +496,9 @@ def read_files(data: bytes, shard: str, label: int) -> tuple[str, Files]:
                 found[named[1]] = data[member.offset_data : member.offset_data + member.size]
     if end != len(data) or len(keys) != 1 or label_of(shard, *keys, found.get("cls")) not in (-1, label):
         raise UsageError(f"{shard}: changed since its index was written: start the run again")
-    found.name = one_line(f"{name_of(shard)}/{keys.pop()}")
+    *_, inner, name = f"/{shard}".split("/")
+    place = f"{inner}/{name}" if inner in SPLITS else name  # train/0.tar and val/0.tar are two
+    found.name = one_line(f"{place}/{keys.pop()}")
     return found.name, found
 
 
@@ -503,6 +510,11 @@ def class_names(data: str, store: Any) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
+        if is_url(data) and (
+            isinstance(error, PermissionError) or "403" in str(error)
+        ):  # of S3, also if it is not there
+            print(f"tar_index.py: {file}: no permission, or not there: classes are numbers", file=sys.stderr)
+            return []
         raise UsageError(f"{file}: cannot be read ({error})") from None
     if not all(name.strip() for name in names):
         raise UsageError(f"{file}: an empty line: it must have a name in each line")

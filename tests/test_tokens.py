@@ -16,6 +16,7 @@ from lib import config
 from lib.core import loss
 from lib.dataset import tokens
 from lib.utils.errors import UsageError
+from scripts import check_tokens
 
 SMALL = "-tokens_length 16 -batch_size 8 -micro_batch 4 -log_every 1 "
 SMALL += "-gpt_depth 1 -gpt_width 16 -gpt_heads 2 -gpt_dropout 0.1"
@@ -170,7 +171,7 @@ def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
 def test_tokens_of_two_bytes_are_never_taken_for_bytes(vocabulary, count):
     for seed in range(20):
         shares = DRAW.random(count) ** (1 + seed % 4)
-        assert not tokens.are_bytes((shares * vocabulary).astype(np.uint16))
+        assert not check_tokens.are_bytes((shares * vocabulary).astype(np.uint16))
 
 
 def test_a_folder_without_a_text_is_refused_in_one_line(tmp_path):

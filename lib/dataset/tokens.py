@@ -3,6 +3,8 @@
 Token files are those of scripts/make_tokens.py, nanoGPT, llm.c and others. They may be larger than memory.
 """
 
+import contextlib
+import importlib
 import os
 import re
 import sysconfig
@@ -21,7 +23,6 @@ from lib.utils.files import is_debris
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a split that are looked at before training; each batch is checked, too
-HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\x80\x04\x95")  # .npy, zip, pickle
 LLM_C, LLM_C_BYTES = {20240520: "uint16", 20240801: "uint32"}, 1024  # first numbers of llm.c's headers; their size
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
@@ -46,9 +47,9 @@ def describe(args) -> dict[str, int | None]:
 def get_dataset(args) -> dict[str, Dataset]:
     """Return tokens (tokens_length,), int64, and the token that follows each.
 
-    Training samples begin at places that follow from -seed and the index. With `-shuffle no` they are consecutive, as
-    the samples of val and test are: a sixteenth as many. Token files hold uint16, or uint32 if -num_classes is above
-    65,536. Python's own library differs from one version to the next: a run on it continues on the same version.
+    Training samples begin at places that follow from -seed and the index, the same in each epoch. With `-shuffle no`
+    they are evenly spread, as those of val and test are: a sixteenth as many. Token files hold uint16, or uint32 if
+    -num_classes is above 65,536. Python's own library differs from version to version: a run needs the same one.
     """
     if files := find_files(args.data):
         meta = read_meta(args.data) or {}
@@ -145,9 +146,10 @@ def find_files(data: str) -> dict[str, list[Path]]:
 
 
 def split_of(name: str) -> str:
-    """Return the split that a word of a name says, as training or valid; "" without one, or with several."""
-    words = {*re.findall(r"(?<![a-zA-Z])(train|val|test)(?:ing|id|idation)?(?![a-zA-Z])", name)}
-    return words.pop() if len(words) == 1 else ""
+    """Return the split that a word of a name says, as training, Valid or dev; "" without one, or with several."""
+    words = re.findall(r"(?<![a-z])(train|val|dev|test)(?:ing|id|idation)?(?![a-z])", name.lower())
+    found = {"val" if word == "dev" else word for word in words}
+    return found.pop() if len(found) == 1 else ""
 
 
 def read_meta(data: str) -> dict | None:
@@ -187,58 +189,57 @@ def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, check
         raise UsageError(f"{file}: {size:,} bytes are no tokens of {kind}, {kind.itemsize} bytes each; {hint}")
     tokens = np.memmap(file, kind, "r", offset)
     begin = np.array(tokens[:checked])
-    if begin.tobytes().startswith(HEADERS):
-        raise UsageError(f"{file} begins with the header of another format; {hint}")
-    if not is_certain and (fault := fault_of(begin)):
-        raise UsageError(f"{file} {fault}; {hint}")
+    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
+        importlib.import_module("scripts.check_tokens").check(begin, is_certain, f"{file} {{}}; {hint}")
     if begin.max() >= vocabulary:
         raise UsageError(f"-num_classes {vocabulary}: the data has the token {begin.max()}, in {file}; or {hint}")
     return tokens
 
 
-def are_bytes(tokens: np.ndarray) -> bool:
-    """Return whether low and high bytes are alike, as of tokens of one byte: neither few nor 0, none near 255."""
-    columns = tokens.view(np.uint8).reshape(len(tokens), -1)
-    low, high = len(np.unique(columns[:, 0])), len(np.unique(columns[:, -1]))
-    chance = ((1 + int(columns.max())) / 256) ** len(tokens)  # that the low bytes of real tokens are all so small
-    return bool(columns[:, -1].any()) and 2 * high >= low > 1 and chance < 1e-6
-
-
-def fault_of(tokens: np.ndarray) -> str:
-    """Return what else these look like: bytes, wider numbers (every second or fourth is 0), swapped bytes; or ""."""
-    rows = tokens[: len(tokens) // 4 * 4].reshape(-1, 4)
-    used = rows.any(axis=0)
-    if len(rows) >= 16 and used.any() and not used.all():
-        return f"looks like a wider type than {tokens.dtype}, as int32, int64 or floats"
-    if len(rows) >= 16 and not (tokens & 255).any():
-        return "holds multiples of 256 alone, as zeros, or numbers whose bytes are in the other order"
-    return "is a text, or holds tokens of one byte" if are_bytes(tokens) else ""
-
-
 def read_texts(data: str) -> dict[str, np.ndarray]:
-    """Return the splits of a text, or of a folder of texts: by their names, if each names a split, as train.txt."""
-    named = {}
-    for entry in sorted(Path(data).iterdir()) if Path(data).is_dir() else ():
-        if not is_debris(entry.name):
-            named.setdefault(split_of(entry.stem), []).append(entry)
-    if {"train"} < named.keys() and "" not in named:
+    """Return the splits of a text, or of a folder of texts: by their names, if these name splits, as train.txt."""
+    entries = sorted(Path(data).iterdir()) if Path(data).is_dir() else []
+    if named := by_split([entry for entry in entries if not is_debris(entry.name)]):
         return {split: np.concatenate([read_text(str(one)) for one in some]) for split, some in named.items()}
     text = read_text(data)
     count = len(text) // HELD_OUT
     return dict(zip(("train", "val", "test"), np.split(text, [len(text) - 2 * count, len(text) - count])))
 
 
+def by_split(texts: list[Path]) -> dict[str, list[Path]]:
+    """Return files or folders by the split in their names; {} unless they name train and another one.
+
+    Raises UsageError if they do, and some name none.
+    """
+    named: dict[str, list[Path]] = {}
+    for text in texts:
+        named.setdefault(split_of(text.stem), []).append(text)
+    several = named if {"train"} < named.keys() - {""} else {}
+    if odd := several.get(""):
+        raise UsageError(f"{odd[0]}: its name says no split, as that of {named['train'][0].name}: rename one of them")
+    return several
+
+
+def find_texts(data: str) -> list[Path]:
+    """Return the files in a folder, and links to folders, sorted, without hidden ones. Raises OSError."""
+    library, found, failed = data == sysconfig.get_path("stdlib"), [], []
+    for folder, inner, names in os.walk(data, onerror=failed.append):
+        inner[:] = [name for name in inner if not (is_debris(name) or (library and name in LEFT_OUT))]
+        names += [name for name in inner if Path(folder, name).is_symlink()]  # which are not followed
+        found += [Path(folder, name) for name in names if not is_debris(name)]
+    if failed:
+        raise failed[0]
+    return sorted(file for file in found if file.suffix == ".py" or not library)
+
+
 def read_text(data: str) -> np.ndarray:
     """Return the bytes of a file, mapped, or of all files in a folder, in memory. Raises UsageError without any."""
     root = Path(data)
-    library, files = data == sysconfig.get_path("stdlib"), [root] if root.is_file() else []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not (is_debris(name) or (library and name in LEFT_OUT))]
-        files += [Path(folder, name) for name in names if not is_debris(name)]
+    files = find_texts(data) if root.is_dir() else [root] if root.is_file() else []
     if not files:
         raise UsageError(f"-data {data}: neither train.bin nor a text there; scripts/make_tokens.py makes train.bin")
     texts, is_mapped = [], root.is_file() and root.stat().st_size
-    for file in sorted(file for file in files if file.suffix == ".py" or not library):
+    for file in files:
         if not file.is_file() or file.suffix.lower() in (".bin", ".npy", ".npz"):
             raise UsageError(f"{file} is no text: -data is a text, or a folder of texts, or of train.bin and val.bin")
         texts.append(np.memmap(file, np.uint8, "r") if is_mapped else np.fromfile(file, np.uint8))

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +104,11 @@ def test_a_step_has_samples_of_similar_length_and_an_epoch_each_sample_once(coun
     assert sorted(order.tolist()) == [*range(count)]
     steps = sorted(sorted(lengths[step].tolist()) for step in order[: count - count % batch].split(batch))
     assert all(steps[n - 1][-1] <= steps[n][0] for n in range(1, len(steps))), "of one window, none overlap"
+    sampling.add_sampler(part := Items([*range(40)], lengths=torch.zeros(40), weights=torch.ones(40)), parsed(""))
+    part.sampler.sampler.num_samples = 80
+    part.sampler.set_batch_size(8)
+    steps = fetch.draw_order(part, seed, 0).split(8)
+    assert all(len((step % 40).unique()) == 8 for step in steps), "no step has copies"
 
 
 def test_balanced_classes_come_equally_often():
@@ -169,6 +175,11 @@ def test_places_are_mixed_by_their_shares(texts):
     assert {*splits} == {"train", "val_a", "val_b", "test"} and len(splits["train"]) == 80
     assert (fetch.draw_order(splits["train"], 0, 0) % 80 < 40).sum() == 60
     assert not check_data.find_faults({"train": splits["train"]}, check_data.World())
+    Path("a/tokenizer.json").touch()
+    Path("b/tokenizer.json").write_text("{}")
+    assert "a/tokenizer.json and b/tokenizer.json differ" in usage_error(
+        config.plugins.mixed(config.plugins.load("dataset", "tokens"), args.data).get_dataset, args
+    )
 
 
 def test_parts_that_do_not_fit_together_are_refused():

@@ -118,7 +118,12 @@ def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
     assert tar_index.expand("a{08..10}") == tar_index.expand("a{10..08}") == ["a08", "a09", "a10"]
     assert tar_index.expand("{x{1..2},y}") == ["x1", "y", "x2"]
     assert tar_index.expand("{x,y}/{1..2}.tar") == ["x/1.tar", "x/2.tar", "y/1.tar", "y/2.tar"]
+    names = ("x-train-0.tar", "x-validation-0.tar", "a/valset-0.tar", "val/0.tar", "val/train-0.tar", "x/0.tar")
+    assert [*map(tar_index.split_of, names)] == ["train", "val", "val", "val", "train", "train"]
+    for root in ("file:///D", "/D", "s3://D/x"):
+        assert tar_index.root_of(root + "/{train-0,val-1}.tar") == root
     whole = dataset(shards)
+    assert whole["val"].sample_name(0).startswith("val/0.tar/")
     (shards / "val" / "0.tar").rename(shards / "val-0.tar")
     for part in (1, 2):
         (shards / f"val-{part}.tar").write_bytes((shards / "val-0.tar").read_bytes())
@@ -318,6 +323,9 @@ def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_pa
     assert not list((tmp_path / "b").glob("*.tar"))
     monkeypatch.setattr(pack, "shard_count", lambda *_: 2)
     assert "take an empty folder" in script_error(pack, photos, "-o", tmp_path / "a")
+    (photos / "val" / "bee" / "deep.png").touch()
+    monkeypatch.undo()
+    assert "take an empty folder" in script_error(pack, photos, "-o", tmp_path / "a"), "a file was written again"
 
 
 def test_the_samples_of_any_dataset_are_packed_by_their_types(tmp_path, script_error, capsys):
@@ -326,8 +334,12 @@ def test_the_samples_of_any_dataset_are_packed_by_their_types(tmp_path, script_e
     parts = {"train": train, "val": Items([(gray, 1, 7)])}  # as in training, the second is the target
     odd = {"a": torch.ones(2), "b/": 0.5, "c": "text", "d": ["x", 1], "e": b"1", "id": 7}
     given = {"any": parts, "odd": Items([odd] * 2), "bad": Items([{"a": torch.ones(1).bfloat16()}])}
+    given["drawn"] = type("Drawn", (Items,), {"__getitem__": lambda self, index: torch.rand(9)})([0] * 9)
+    given["other"] = {"train": Items([1], classes="ab"), "val": Items([1], classes="ba")}
     with plugins(dataset={name: lambda args, part=part: part for name, part in given.items()}):
-        pack.main(["-dataset", "any", "-flags=-seed 3", "-o", str(tmp_path / "any")])
+        for words in (["-dataset", "any", "-flags=-seed 3", "-o", str(tmp_path / "any")],) * 2:
+            assert pack.main(words) == 0
+        assert "train: 1 of 1 shards were there, and stay as they are" in capsys.readouterr().err
         found = dataset(tmp_path / "any")
         assert found["val"].read(0)[1]["cls"] == b"1" and found["train"].classes == [*"abcde"]
         for _, one in map(found["train"].read, range(5)):
@@ -335,6 +347,9 @@ def test_the_samples_of_any_dataset_are_packed_by_their_types(tmp_path, script_e
         pack.main(["-dataset", "odd", "-o", str(tmp_path / "odd")])
         said = capsys.readouterr().out
         assert "samples have b_.npy, bin, id.cls, json, npy, txt: a subclass of Shards reads" in said
+        pack.main(["-dataset", "drawn", "-o", str(tmp_path / "drawn")])
+        assert "samples of train are drawn at random" in capsys.readouterr().err
+        assert "number them alike" in script_error(pack, "-dataset", "other", "-o", tmp_path / "x")
         said = script_error(pack, "-dataset", "bad", "-o", tmp_path / "x")
         assert "sample 0 of train has a Tensor that no file of a shard holds" in said
         assert "give either" in script_error(pack, "x", "-dataset", "odd", "-o", tmp_path / "x")

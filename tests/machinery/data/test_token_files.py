@@ -27,14 +27,20 @@ def refusal(data, *flags) -> str:
     return usage_error(splits_of, data, *flags)
 
 
-@pytest.mark.parametrize("names", [("my-train.txt", "my-valid.txt"), ("wiki.train.tokens", "wiki.test.tokens")])
+@pytest.mark.parametrize(
+    "names", [("my-train.txt", "my-valid.txt"), ("wiki.train.tokens", "wiki.test.tokens"), ("Train.txt", "dev.txt")]
+)
 def test_texts_whose_names_are_splits_are_not_mixed(names, tmp_path):
     for name, text in zip(names, ("a" * 400, "b" * 300), strict=True):
         (tmp_path / name).write_text(text)
     parts = splits_of(tmp_path)
     assert [{*part.tokens.tolist()} for part in parts.values()] == [{97}, {98}] and len(parts) == 2
     (tmp_path / "more.txt").write_text("c")
-    assert len(splits_of(tmp_path)) == 3, "all are one text"
+    assert "more.txt: its name says no split" in refusal(tmp_path)
+    (tmp_path / "more.txt").unlink()
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "link").symlink_to(tmp_path)
+    assert "link is no text" in refusal(tmp_path), "a link to a folder is not followed"
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

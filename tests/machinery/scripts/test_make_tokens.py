@@ -55,10 +55,10 @@ def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "tokenizers is not installed: `uv pip install tokenizers`" in refused(texts)
     assert not (tmp_path / "tokens").exists()
-    assert "no text is left for train: take another -val" in refused(texts, "-bytes", "-val", "1")
-    assert "no text is left for val: take another -val" in refused(texts, "-bytes", "-val", "0")
-    for value in ("nan", "-0.5", "1.5"):
-        assert "-val is a share from 0 to 1" in refused(texts, "-bytes", f"-val={value}")
+    assert "no text is left for train: take another -val" in refused(texts, "-bytes", "-val", "0.999999")
+    for value in ("nan", "-0.5", "0", "1", "1.5"):
+        assert "-val is a share between 0 and 1" in refused(texts, "-bytes", f"-val={value}")
+    assert "second.md: it comes twice" in refused(texts, texts / "second.md", "-bytes")
     (texts / "inner" / "broken").symlink_to(texts / "nothing")
     assert "broken: a link to nothing" in refused(texts, "-bytes")
     (texts / "inner" / "broken").unlink()
@@ -68,6 +68,20 @@ def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_
         odd.write_bytes(content)
         assert f"odd.txt: byte {place} is 0x" in refused(texts), "not UTF-8"
     assert not list(tmp_path.glob("tokens/*"))
+
+
+def test_the_splits_are_those_that_names_say(tmp_path, refused, capsys):
+    for name in ("train.txt", "valid.txt", "test.txt"):
+        (tmp_path / name).write_text(name)
+    out = tmp_path / "tokens"
+    for words in ([tmp_path], [*tmp_path.glob("*.txt")]):
+        assert make_tokens.main([*map(str, words), "-bytes", "-o", str(out)]) == 0
+        found = {split: bytes(np.fromfile(out / f"{split}.bin", np.uint16).tolist()) for split in make_tokens.SPLITS}
+        assert found == {"train": b"train.txt", "val": b"valid.txt", "test": b"test.txt"}
+    assert "9 tokens for training, 9 for validation, 8 for test" in capsys.readouterr().out
+    assert "-val: the names of the texts say" in refused(tmp_path, "-bytes", "-val", "0.1")
+    (tmp_path / "test.txt").unlink()
+    assert "test.bin: it would be taken with these" in refused(tmp_path, "-bytes")
 
 
 def test_no_character_is_cut_between_train_and_val(tmp_path):
