@@ -14,9 +14,10 @@ from torch import nn
 
 from lib.core import replicas
 from lib.core.replicas import OURS
+from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
-from lib.utils.errors import suggest
+from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
@@ -34,7 +35,11 @@ ADVICE = "changes with the number of micro-batches and processes"
 
 
 def warn(trainer: Any) -> None:
-    """Warn of methods that nothing calls, and of what `faults` finds."""
+    """Warn of methods that nothing calls, and of what `faults` finds. Raises UsageError for hooks without effect."""
+    for one in find_parts(trainer).parameters().values():
+        if is_sharded(one) and one._backward_hooks:
+            hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
+            raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
     kinds = type(trainer).__mro__
     model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
     base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]

@@ -1,6 +1,7 @@
 """How often a sample comes, and how much it counts: by its weight, by its class, by the share of its data set."""
 
 import bisect
+import itertools
 import math
 import re
 from argparse import Namespace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DistributedSampler, Sampler, Subset, TensorDataset
 
 from lib.core import loss as losses
 from lib.utils.data import fetch
@@ -20,6 +21,29 @@ from lib.utils.errors import UsageError
 from lib.utils.monitoring.metrics import Ratio
 
 SAME = ("on_device", "collate_fn", "classes")  # of the data sets of a mixture
+
+
+def draw(dataset: Any, epoch: int) -> Tensor:
+    """Return what the sampler of a dataset draws in an epoch, as `fetch.draw_order` does.
+
+    Raises UsageError unless that is one index of the dataset for each of the sampler's length.
+    """
+    sampler, fault = dataset.sampler, ""
+    if set_epoch := getattr(sampler, "set_epoch", None):
+        set_epoch(epoch)
+    try:
+        count = 0 if isinstance(sampler, DistributedSampler) else len(sampler)  # that one gives only a part
+        indices = torch.tensor([*itertools.islice(sampler, count + 1)])
+        are_indices = indices.shape == (count,) and not (indices.is_floating_point() or indices.dtype == torch.bool)
+        indices = indices.long()
+        if count and are_indices and 0 <= indices.min() <= indices.max() < len(dataset):
+            ordered, places = indices.sort(stable=True)
+            repeats = torch.arange(count) - torch.searchsorted(ordered, ordered)  # how often each came before
+            return indices + len(dataset) * torch.empty_like(indices).index_copy_(0, places, repeats)
+    except (TypeError, ValueError) as error:  # it has no length, or gives batches
+        fault = f": {error}"
+    wanted = f"as many numbers from 0 to {len(dataset) - 1} as its len(), on each process all those of the epoch"
+    raise UsageError(f"the training samples have a sampler, {sampler!r:.60}, which must give {wanted}{fault}")
 
 
 class SystematicSampler(Sampler):

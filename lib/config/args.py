@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     """
     argv = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     cfg = last_value("cfg", argv)
-    entries = read_cfg(cfg) if cfg else {}
+    entries = read_cfg(cfg, last_value("dataset", argv)) if cfg else {}
     parser, chosen, modules = new_parser(), {}, []
     for kind in BUILDERS:
         chosen[kind] = last_value(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
@@ -37,8 +37,11 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
         parser.add_plugin_flags(modules[-1], f"{kind} {chosen[kind]}")
 
     command_line = [parser.full_name(word) for word in argv]
-    given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}
-    entries = drop_replaced(entries, given, chosen["dataset"])
+    named = [word.partition("=")[0][1:] for word in command_line if word.startswith("-")]
+    if named.count("cfg") > 1:
+        raise UsageError("-cfg is there twice: only one file is read")
+    given = {*named}
+    entries = drop_replaced(entries, given)
     words = parser.to_arguments(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
@@ -80,8 +83,11 @@ def last_value(flag: str, argv: list[str]) -> str:
     return ""
 
 
-def read_cfg(path: str) -> dict[str, list[str]]:
-    """Return the values of each flag in a YAML file, as text, without the key `about`, which is for people."""
+def read_cfg(path: str, dataset: str = "") -> dict[str, list[str]]:
+    """Return the values of each flag in a YAML file, as text, without the key `about`, which is for people.
+
+    Of a run's file, which has that key, not those of its data either, if another `dataset` is given.
+    """
     try:
         text = files.read_bytes(Path(types.path(path)), most=1 << 22, follow=True).decode()
         entries = yaml.load(text, yaml.BaseLoader)
@@ -92,7 +98,9 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     for name, times in Counter(key.value for key, _ in yaml.compose(text, yaml.BaseLoader).value).items():
         if times > 1:
             raise UsageError(f"-cfg {path}: {name} is there {times} times")
-    entries.pop("about", None)
+    is_of_run = entries.pop("about", None) is not None
+    if is_of_run and dataset and entries.get("dataset") != dataset:
+        entries = {name: value for name, value in entries.items() if name not in DATA_FLAGS}
     found = {name: value if isinstance(value, list) else [value] for name, value in entries.items()}
     for name, values in found.items():
         if name == "cfg" or not name.isidentifier() or not all(isinstance(one, str) for one in values):
@@ -108,11 +116,10 @@ def new_parser() -> Parser:
     return parser
 
 
-def drop_replaced(entries: dict[str, list[str]], given: set[str], dataset: str) -> dict[str, list[str]]:
+def drop_replaced(entries: dict[str, list[str]], given: set[str]) -> dict[str, list[str]]:
     """Return the entries of a -cfg file without those that the command line replaces by other flags."""
     replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
     replaced.update(["weights"] if "eval" in given else ())  # -eval then takes the run's own
-    replaced.update(DATA_FLAGS if entries.get("dataset", [dataset]) != [dataset] else ())  # which that one sets
     return {key: values for key, values in entries.items() if key not in replaced}
 
 

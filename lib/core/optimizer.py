@@ -41,6 +41,8 @@ def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> tor
     """Return an optimizer, fused if that is safe. One without weight decay, as Rprop, does not read its groups'."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     defaults: dict[str, Any] = {"lr": args.lr_start}
+    if "weight_decay" in inspect.signature(kind).parameters:
+        defaults["weight_decay"] = args.weight_decay  # of groups that are added later
     if kind is torch.optim.SGD:
         defaults["momentum"] = args.momentum
     if kind in FUSED and "foreach" not in options and _may_fuse(parameters, args):

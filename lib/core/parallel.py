@@ -32,13 +32,8 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
-    for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        if nn.parameter.is_lazy(one) or one.is_meta:
-            raise UsageError(f"-arch {args.arch}: {name} has no values yet: call the model once, or load its weights")
-        if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
-            raise UsageError(f"-arch {args.arch}: {name} is sparse or expanded: register a dense copy")
-    if any(isinstance(one, torch.jit.ScriptModule) for one in model.modules()):
-        raise UsageError(f"-arch {args.arch}: torch.jit.script hides what a module has: leave it out")
+    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
+        importlib.import_module("scripts.check_model").check(model, args)
     schema(model_tensors(model))  # refuses types that a checkpoint cannot hold
     return model
 
@@ -48,10 +43,13 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
 
     Blocks: of the `arch` module's get_blocks(model), else of `blocks`. Raises UsageError if -recompute finds none.
     """
-    fixed = [one for parent in model.modules() for one in parent.children() if parent.training and not one.training]
+    still = [one for one in model.modules() if not one.training]
+    fixed = {one for parent in model.modules() for one in parent.children() if parent.training and not one.training}
     model.train()  # pretrained ones come in evaluation mode
-    for one in fixed:  # norm layers, and what has no weight to train, stay as get_model left them
-        one.train(not isinstance(one, _NormBase) and any(weight.requires_grad for weight in one.parameters()))
+    for one in still:  # what is frozen stays as get_model left it, as a norm layer that it put into evaluation mode
+        is_trained = [weight.requires_grad for weight in one.parameters()]
+        if (is_trained and not any(is_trained)) or (one in fixed and (isinstance(one, _NormBase) or not is_trained)):
+            one.eval()
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
@@ -65,11 +63,8 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
         raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
     for part in parts if args.recompute else ():
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
-    for name, one in model.named_modules() if world.size > 1 else ():
-        is_sync = isinstance(one, nn.SyncBatchNorm) and one.training and world.device.type == "cpu"
-        is_table = isinstance(one, nn.Embedding | nn.EmbeddingBag)
-        if is_sync or (is_table and (one.max_norm or one.scale_grad_by_freq or (one.sparse and engine == "exact"))):
-            raise UsageError(f"{name}: max_norm, sparse=True, scale_grad_by_freq, SyncBatchNorm (CPU) need 1 process")
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("scripts.check_model").check_layers(model, world, engine)
     if args.parallel == "fsdp" and world.size > 1:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)

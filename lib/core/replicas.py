@@ -35,14 +35,15 @@ MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule to
 MADE_LATER = {*"all_optimizers checks engine has_stepped measured micro_batch trained".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
-NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|dataset|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
+NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 PLAIN = int | float | str | tuple
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: if it matters, seed it, or save it"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
-MOST_BYTES, MOST_VALUES, MOST_ROWS = 1 << 25, 1 << 14, 1 << 12  # bytes, values of an array, entries of a list
+LARGE = "%s (%d in all) is too large to be compared: if training changes it, give it a state_dict"
+MOST_BYTES, MOST_VALUES, MOST_ROWS, MOST_PARTS = 1 << 25, 1 << 14, 1 << 12, 64  # of a value, an array, lists
 
 
 class Checks:
@@ -138,7 +139,8 @@ class Checks:
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
         parted = [name for name, mark in self.fixed.items() if any(one.get(name, mark) != mark for one in others)]
         is_due = known and self.steps and self.agreed != state.step  # no step has trained what an epoch's end thaws
-        for text, names in ((UNTRAINED, odd), (IDLE, idle if is_due else []), (OTHER, parted)):
+        large = [name for name, mark in now.items() if mark == LARGE and name.startswith("trainer.")]
+        for text, names in ((UNTRAINED, odd), (IDLE, idle if is_due else []), (OTHER, parted), (LARGE, large)):
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
                 self.said[text] = names
@@ -217,9 +219,10 @@ def plain_values(trainer: Any) -> dict[str, Any]:
                 if isinstance(value, list | dict) and len(value) <= MOST_ROWS and not is_state:  # a cache grows
                     entries = [*value.values()] if isinstance(value, dict) else value
                     key, is_state = f"{key} of {len(value)}", all(isinstance(one, PLAIN) for one in entries)
-                if is_state or callable(value):  # a transform of a library, which reading may change, by its id
+                own = [] if is_state else own_parts(value)  # else a library's, which reading may change: by its id
+                if is_state or callable(value) or any(map(callable, own)):
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
-                    named.setdefault(place, []).append(value if is_state or is_own(type(value)) else id(value))
+                    named.setdefault(place, []).append(value if is_state else own or id(value))
     for part, optimizer in parts.optimizers.items():
         own = {key: value for key, value in vars(optimizer).items() if not isinstance(value, CODE)}
         named |= {f"{part}.{key}": own[key] for key in own.keys() - OF_OPTIMIZERS - optimizer.state_dict().keys()}
@@ -240,6 +243,16 @@ def variables(objects: list[Any]) -> dict[str, Any]:
     return {f"{name}.{key}": one for name, key, one in named if "__" not in key and not isinstance(one, CODE)}
 
 
+def own_parts(value: Any, depth: int = 5) -> list[Any]:
+    """Return a value if its class is the project's, or what a library's transform is composed of that is."""
+    if is_own(type(value)) or isinstance(value, FunctionType):
+        return [value]
+    inner = getattr(value, "__dict__", value)
+    inner = [*inner.values()] if isinstance(inner, dict) else inner
+    is_short = isinstance(inner, list | tuple) and len(inner) < MOST_PARTS and depth
+    return [part for one in inner for part in own_parts(one, depth - 1)] if is_short else []
+
+
 def is_own(one: Any) -> bool:
     """Return whether a class, a function or an object's class is neither Python's nor an installed package's."""
     name = getattr(one, "__module__", None) or "builtins"
@@ -257,7 +270,7 @@ class Mark(pickle.Pickler):
         self.outer, self.seen = outer or self, set()  # the mark of the whole, of whose objects each counts once
 
     def of(self, value: Any) -> Any:
-        """Return the CRC32, another one each time of an iterator; None of what is large or cannot be pickled."""
+        """Return the CRC32, another one each time of an iterator; LARGE, or None of what cannot be pickled."""
         if isinstance(value, Tensor) and value.grad_fn is not None:  # made by each pass
             return None
         try:
@@ -265,8 +278,8 @@ class Mark(pickle.Pickler):
         except Exception as error:  # noqa: BLE001  # of any class
             if isinstance(error, RecursionError):  # at whatever depth: the whole has no mark then
                 self.outer.left = -1
-            return None
-        return self.crc if self.outer.left >= 0 else None
+            return LARGE if isinstance(error, OverflowError) else None
+        return self.crc if self.outer.left >= 0 else LARGE
 
     def write(self, data: Any) -> None:
         """Take a part of the pickle."""

@@ -144,9 +144,6 @@ class Trainer:
         trained = [one for optimizer in self.all_optimizers for one in optimizers.parameters_of([optimizer])]
         if len(trained) > len({*trained}) and type(self).due_optimizers is Trainer.due_optimizers:
             raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
-        if any(shards.is_sharded(one) and one._backward_hooks for one in trained):
-            hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
-            raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
         module = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
         self.engine = module.Engine([*parts.modules.values()], self.world, self.args)
         self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
@@ -206,6 +203,7 @@ class Trainer:
                     given = self.checks.taken[1]  # in which a subclass may have masked targets
                 count = self.count_targets(given, micro_batch.count) if micro_batch.count else 0
                 self.backward(loss, micro_batch, count)
+            self.micro_batch = None
             if micro_batch.last:
                 break
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch

@@ -49,10 +49,12 @@ def read_start(args: "Args", world: World) -> dict:
     def read() -> dict:
         if run_folder.is_reset_due(args, world):
             return {}
-        found = run_folder.read_json(path)
-        if path.exists() and not found and not run_folder.list_checkpoints(path.parent / "checkpoints"):
+        found, outcome = run_folder.read_json(path), run_folder.read_json(path.with_name("outcome.json"))
+        is_saved = run_folder.list_checkpoints(path.parent / "checkpoints")
+        if path.exists() and not found and not is_saved:
             raise UsageError(f"{path} does not hold what the run's first start settled: -reset starts from scratch")
-        return found
+        has_failed = outcome.get("state") == "failed" and not outcome.get("lost_peer")
+        return {"resume": found.get("resume")} if has_failed and not is_saved else found
 
     return next(filter(None, world.on_writers(read)), {})
 
@@ -173,7 +175,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     now, texts = config_to_save(args, plan), {}
     free = args.flag_rules.free | ({"epochs"} if args.steps else set())
-    for name in sorted({*before, *now} - free if past or args.eval else {*before} & {*plan.data}):
+    for name in sorted({*before, *now} - free if past or (args.eval and before) else {*before} & {*plan.data}):
         if before.get(name) != now.get(name):
             flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
             texts[name] = f"{flag} was {before.get(name, 'unknown')!s:.99} and is {now.get(name, 'unknown')!s:.99}"

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +137,6 @@ class Parts:
                 other.load_state_dict(state)
         for part, optimizer in self.optimizers.items():
             memory, groups, more = (decode(one, tensors) for one in [*states[part], None][:3])
-            groups = [{"lr_ratio": 1.0, **group} if "lr_scale" in group else group for group in groups]  # older ones
             own, members = optimizer.param_groups, [group["params"] for group in groups]
             if (names := self.trained(part)) != members[: len(own)]:
                 lost = {*itertools.chain(*names)} - {*itertools.chain(*members)}
@@ -215,7 +215,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": name, **({} if has_rows or 0 in value.stride() else {"stride": value.stride()})}
     if isinstance(value, dict):
         pairs = [[encode(key, name, {}), encode(one, f"{name}.{key}", tensors)] for key, one in value.items()]
-        return {"dict": pairs}
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [encode(one, f"{name}.{number}", tensors) for number, one in enumerate(value)]}
@@ -233,6 +233,7 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
         one, stride = tensors[value["tensor"]], value.get("stride")
         return one.new_empty_strided(one.shape, stride).copy_(one) if stride else one
     [(kind, content)] = value.items()
-    if kind == "dict":
-        return {decode(key, tensors): decode(one, tensors) for key, one in content}
+    if kind in ("dict", "counter"):  # as torch's MultiStepLR has one
+        found = {decode(key, tensors): decode(one, tensors) for key, one in content}
+        return Counter(found) if kind == "counter" else found
     return (list if kind == "list" else tuple)(decode(one, tensors) for one in content)

@@ -19,15 +19,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyright: ignore[reportAttributeAccessIssue]
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, Subset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
 from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
-from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, no_exit
+from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, load_optional, no_exit
 
 MapDataset: TypeAlias = Any  # has len() and [index]; torch's Dataset does not declare its length
 MOST_FILES = 128  # that are open when a loader process begins, and are watched
+MOST_PARTS = 64  # of a list of a dataset's that are looked at
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -61,7 +62,9 @@ def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
         whole = queue.pop()
         parts = [whole.dataset] if isinstance(whole, Subset) else getattr(whole, "datasets", ())
         parts = [*parts.values()] if isinstance(parts, Mapping) else [*parts]
-        parts += [one for one in getattr(whole, "__dict__", {}).values() if wrapped and isinstance(one, Dataset)]
+        values = [*getattr(whole, "__dict__", {}).values()] if wrapped else []
+        values += [one for several in values if isinstance(several, list | tuple) for one in several[:MOST_PARTS]]
+        parts += [one for one in values if isinstance(one, Dataset)]
         found[id(whole)] = whole
         queue += [part for part in parts if id(part) not in found]
     return [*found.values()]
@@ -80,31 +83,14 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     """Return what a dataset's own `sampler` draws under a seed of the epoch, (samples,) int64; None without one.
 
     An index that comes again is higher by the number of samples each time, as each time is drawn under its own seed.
-    Raises UsageError unless that is one index of the dataset for each of the sampler's length.
+    Raises UsageError for one that scripts/sampling.py cannot draw by.
     """
-    sampler = getattr(dataset, "sampler", None)
     seeding.seed(seeding.SAMPLER, seed, epoch)  # for an `order` of one's own, too
-    if sampler is None:
-        inner = [one for one in nested(dataset) if getattr(one, "sampler", None) is not None]
-        if inner and "sampler" not in vars(dataset):
-            raise UsageError("only a part of the training samples, or a larger whole, has a sampler: set their own")
-        return None
-    if set_epoch := getattr(sampler, "set_epoch", None):
-        set_epoch(epoch)
-    fault = ""
-    try:
-        count = 0 if isinstance(sampler, DistributedSampler) else len(sampler)  # that one gives only a part
-        indices = torch.tensor([*itertools.islice(sampler, count + 1)])
-        are_indices = indices.shape == (count,) and not (indices.is_floating_point() or indices.dtype == torch.bool)
-        indices = indices.long()
-        if count and are_indices and 0 <= indices.min() <= indices.max() < len(dataset):
-            ordered, places = indices.sort(stable=True)
-            repeats = torch.arange(count) - torch.searchsorted(ordered, ordered)  # how often each came before
-            return indices + len(dataset) * torch.empty_like(indices).index_copy_(0, places, repeats)
-    except (TypeError, ValueError) as error:  # it has no length, or gives batches
-        fault = f": {error}"
-    wanted = f"as many numbers from 0 to {len(dataset) - 1} as its len(), on each process all those of the epoch"
-    raise UsageError(f"the training samples have a sampler, {sampler!r:.60}, which must give {wanted}{fault}")
+    if getattr(dataset, "sampler", None) is not None:
+        return load_optional("scripts.sampling", "a sampler of the training samples").draw(dataset, epoch)
+    if "sampler" not in vars(dataset) and any(getattr(one, "sampler", None) is not None for one in nested(dataset)):
+        raise UsageError("only a part of the training samples, or a larger whole, has a sampler: set their own")
+    return None
 
 
 def prefetch(dataset: Any, indices: list[int]) -> None:

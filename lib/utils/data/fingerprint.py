@@ -34,7 +34,7 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     facts["order digest"] = _digest([plan.order(99, 0, 0), torch.initial_seed()], "")  # of plan.py and seeding.py
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
-        names, of_train = _class_names(part), facts["classes"]
+        names, of_train = (_class_names(one, wrapped=True) for one in (part, splits["train"]))
         if of_train and names != of_train[: len(names)]:  # the same number would be another class
             fault = f"the classes of {name} are {names!s:.80}, and those of train {of_train!s:.80}"
             raise UsageError(f"-dataset {args.dataset}: {fault}: number them alike, or set {name}.classes")
@@ -43,14 +43,15 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
         listing = option(part, "listing")  # a number for the names and classes of all its files
         order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
         count = len(part if order is None else order)
-        if order is not None:  # after others the first epoch must be the same again
+        if order is not None:
             if args.shuffle_block > 1:
                 raise UsageError(f"-shuffle_block {args.shuffle_block}: training has a sampler, weights or lengths")
-            later, *again = (fetch.draw_order(part, args.seed, epoch) for epoch in (9, 0, 0, 5, 0))
-            if later is None or len(later) != count:
+            orders = [order, *(fetch.draw_order(part, args.seed, epoch) for epoch in (9, 0, 0, 5, 0))]
+            if any(one is None or len(one) != count for one in orders):
                 raise UsageError(f"the sampler of {name} gives {count} samples at first, and others in a later epoch")
-            first, *firsts = (_digest(one, "") for one in (order, again[0], again[1], again[3]))
-            facts["sampler digest"] = f"{first} {_digest(later, '')}" if {*firsts} == {first} else NEVER_THE_SAME
+            first, later, *again = (_digest(one, "") for one in orders)
+            is_same = {again[0], again[1], again[3]} == {first}  # after others the first epoch is the same again
+            facts["sampler digest"] = f"{first} {later}" if is_same else NEVER_THE_SAME
         all_ranks = distributed.gather((count, digest, listing, facts), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:
@@ -61,10 +62,10 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     return facts
 
 
-def _class_names(part: MapDataset) -> list[str]:
+def _class_names(part: MapDataset, wrapped: bool = False) -> list[str]:
     """Return the names of a split's classes, or of its parts'; [] without, as where a library has a number there."""
     own = option(part, "classes")
-    found = [getattr(one, "classes", None) for one in fetch.nested(part, wrapped=False)] if own is None else [own]
+    found = [getattr(one, "classes", None) for one in fetch.nested(part, wrapped)] if own is None else [own]
     named = [[*map(str, one)] for one in found if isinstance(one, Sequence | Mapping)]
     if any(one != named[0] for one in named):
         raise UsageError("joined data sets have different classes: number them alike, or set `classes` of the whole")

@@ -54,6 +54,9 @@ def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_
     assert (args.channels, args.image_size) == (1, 224), "the data sets the size, the command line the channels"
     args = parsed(["-cfg", cfg_file(tmp_path, "num_classes: 4\n"), "-dataset", "fake"])
     assert args.num_classes == 4, "the file names no other dataset"
+    written = cfg_file(tmp_path, "dataset: digits\nimage_size: 64\n")
+    assert parsed(["-cfg", written, "-dataset", "fake"]).image_size == 64, "it is of no run"
+    assert "-cfg is there twice" in refusal(["-cfg", written, f"--cfg={file}"])
     assert "unknown flag -mlp_width" in refusal(["-cfg", cfg_file(tmp_path, "arch: resnet\nmlp_width: 3\n")])
 
 

@@ -83,7 +83,8 @@ def test_classes_that_another_split_numbers_otherwise_are_refused(names):
     parts["val_few"] = Tensors(ROWS, classes=["a"])
     fingerprint.describe(parts, parsed("-cpu 1"), World())
     parts["val"].classes = names
-    assert "the classes of val are " in usage_error(fingerprint.describe, parts, parsed("-cpu 1"), World())
+    for some in (parts, {name: Items([1], of=[part]) for name, part in parts.items()}):
+        assert "the classes of val are " in usage_error(fingerprint.describe, some, parsed("-cpu 1"), World())
 
 
 def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
@@ -240,6 +241,13 @@ def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, kill
     assert same_tensors(weights(folder), weights(whole))
     run(tmp_path, f"{FREE} -batch_size 16 -cpu 1 -threads 1 -reset -limit_steps 1", wanted=75)
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
+
+
+def test_a_first_start_that_failed_settles_nothing(killed, tmp_path):
+    folder = killed(tmp_path, f"{FREE} -batch_size 16 -cpu 2")
+    (folder / "outcome.json").write_text('{"state": "failed"}')
+    run(tmp_path, f"{FREE} -batch_size 32 -cpu 1 -limit_steps 1", wanted=75)
+    assert json.loads((folder / "start.json").read_text())["micro_batch"] == 32
 
 
 def test_other_data_before_the_first_save_are_said_and_taken_and_of_an_evaluation_said(killed, tmp_path, capfd):

@@ -106,8 +106,8 @@ def test_a_part_of_a_dataset_has_the_attributes_of_the_whole_and_its_own():
     assert next(Fetcher(Subset(own, [1]), 0, 0, pin=False)(0, [micro_batch([0])]))[1] == 1, "its own is called"
     assert fetch.option(ConcatDataset([part, part]), "on_device") is max
     assert "different on_device" in usage_error(fetch.option, ConcatDataset([part, own]), "on_device")
-    around = Items([1], inner=part)
-    assert "wraps a Subset, whose on_device would not" in usage_error(fetch.option, around, "on_device")
+    for around in (Items([1], inner=(part,)), Items([1], inner=part)):
+        assert "wraps a Subset, whose on_device would not" in usage_error(fetch.option, around, "on_device")
     around.on_device = None
     whole = type("Whole", (tensors.Tensors,), {"collate_fn": staticmethod(len)})(torch.zeros(2))
     assert next(Fetcher(whole, 0, 0, pin=False)(0, [micro_batch([0, 1])]))[1] == 2

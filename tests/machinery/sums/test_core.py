@@ -81,6 +81,8 @@ def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_ou
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     assert {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])} == decays
+    optimizer.add_param_group({"params": [model.frozen.weight]})
+    assert optimizer.param_groups[-1]["weight_decay"] == 0.1
 
 
 def test_no_fused_kernel_writes_between_the_values_of_a_slice():

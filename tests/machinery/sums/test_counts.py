@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from command_line import usage_error
 from runs import distance, lines, outcome, plugins, run, weights
 from saves import bits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
+from lib.core import loss as losses
 from lib.trainer import trainer
 from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors
@@ -84,6 +86,22 @@ def test_ignored_targets_weigh_nothing_for_any_micro_batch_engine_and_number_of_
 def masked_in_place(batch):
     batch[1].masked_fill_(batch[0][:, 0] > 0, -100)
     return batch
+
+
+class Stretching(nn.MSELoss):
+    def forward(self, outputs, targets):
+        return ((outputs - targets) ** 2).mean()
+
+
+class Squeezing(Stretching):
+    def forward(self, outputs, targets):
+        return super().forward(outputs.squeeze(1), targets)
+
+
+def test_a_loss_of_ones_own_that_stretches_targets_is_refused_and_one_that_squeezes_outputs_is_not():
+    batch = torch.randn(6, 3), torch.randn(6)
+    losses.forward(nn.Linear(3, 1), batch, Squeezing())
+    assert "Stretching is not the mean" in usage_error(losses.forward, nn.Linear(3, 1), batch, Stretching())
 
 
 @pytest.mark.parametrize("mask", [masked_in_place, lambda one: (one[0], one[1].masked_fill(one[0][:, 0] > 0, -100))])

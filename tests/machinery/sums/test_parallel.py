@@ -60,6 +60,10 @@ def test_layers_that_get_model_puts_into_evaluation_mode_stay_there_and_a_pretra
     model = nn.Sequential(part, frozen.requires_grad_(False), nn.BatchNorm1d(2).eval())
     parallel.wrap(model, config.parse_args([]), World())
     assert [one.training for one in model.modules()] == [True] * 4 + [False] * 4
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 2)).requires_grad_(False).eval()
+    model.append(nn.Linear(2, 2))  # a new head
+    parallel.wrap(model, config.parse_args([]), World())
+    assert [one.training for one in model] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("sizes", [(4, 3, 4), (3, 4, 4)], ids=str)

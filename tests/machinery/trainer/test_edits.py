@@ -18,11 +18,12 @@ from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
+from torchvision.transforms import v2
 from truth import same_bits_everywhere
 
 import lib.arch
 from lib import config
-from lib.core import loss, parallel
+from lib.core import loss, parallel, replicas
 from lib.core import optimizer as optimizers
 from lib.trainer import ema, trainer
 from lib.utils import distributed
@@ -608,6 +609,7 @@ class Everywhere(trainer.Trainer):
         self.calls["steps"] += 1
         vars(optimizers).setdefault("HISTORY", []).append(0)
         self.large = [getattr(self, "large", [0])[0] + torch.ones(9 << 20)]
+        self.many = dict.fromkeys(range(150_000), made[0])
         return super().optimizer_step()
 
 
@@ -724,7 +726,14 @@ def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, 
     with plugins(trainer={"edit": edit}):
         said = log_of(run(tmp_path, f"{FLAGS} -trainer edit {more}"))
     assert changes(said) == changed
-    assert ("trainer.first (1 in all) is another value on other ranks" in said) == (edit is Everywhere)
+    for text in ("trainer.first (1 in all) is another value on other ranks", "trainer.many (1 in all) is too large"):
+        assert (text in said) == (edit is Everywhere)
+
+
+def test_transforms_of_ones_own_are_found_in_those_of_a_library():
+    own, function = Helper(), lambda image: image
+    composed = v2.Compose([v2.Identity(), own, nn.Sequential(v2.Lambda(function)), torch.relu])
+    assert replicas.own_parts(composed) == [own, function]
 
 
 class Momentum(Distils):

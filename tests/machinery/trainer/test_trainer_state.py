@@ -1,6 +1,7 @@
 """A trainer's own modules and optimizers, including averaged weights, are saved and resumed exactly."""
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +58,7 @@ class Own:
     """Keeps tensors, numbers and lists, by the field's protocol."""
 
     def __init__(self):
-        self.scale, self.steps, self.odd = torch.ones(1, 1), [], {3: (1.5, None), "x": True}
+        self.scale, self.steps, self.odd = torch.ones(1, 1), [], {3: (1.5, None), "x": Counter("aab")}
 
     def count(self, step):
         self.scale, self.steps = self.scale * 1.01, [*self.steps, step]
@@ -66,7 +67,7 @@ class Own:
         return {"scale": self.scale, "steps": self.steps, "odd": self.odd}
 
     def load_state_dict(self, state):
-        assert state["odd"] == self.odd
+        assert repr(state["odd"]) == repr(self.odd)
         vars(self).update(state)
 
 
