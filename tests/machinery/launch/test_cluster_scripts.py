@@ -93,6 +93,7 @@ def test_the_sbatch_file_tells_torchrun_who_the_host_is(project, variables, flag
     assert history.exists() and output.splitlines().count(f"BATON_HISTORY={history}") == 2
     assert output.count("\nTORCH_ELASTIC_SHUTDOWN_TIMEOUT=95\n") == 2, "torchrun waits longer than -grace_s"
     assert output.count("arg --rdzv-id=5\n") == 2, "a requeue does not apply -reset again"
+    assert output.count("arg -m\narg scripts.slurm.task\narg -epochs\n") == 2
 
 
 def test_an_elastic_agent_uses_the_address_from_which_it_reaches_the_head_node(project):
