@@ -60,7 +60,13 @@ def elastic(args, head: str) -> tuple[dict, dict]:
     address, is_host = toward(host)
     own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes(args) or ""}
     # torchrun guesses its address from host names, and fails if a host has two (pytorch issue 73656).
-    return own, {"PET_LOCAL_ADDR": address, "GLOO_SOCKET_IFNAME": interface_of(address or host)}
+    interface = interface_of(address or host)
+    return own, {**shutdown(args), "PET_LOCAL_ADDR": address, "GLOO_SOCKET_IFNAME": interface}
+
+
+def shutdown(args) -> dict:
+    """Return torchrun's limit for workers that save when it gets a signal; its own 30 s would cut a save off."""
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(args.grace_s) + AGENT_S)}
 
 
 def toward(host: str) -> tuple[str | None, bool]:
@@ -94,7 +100,7 @@ def slurm_job(args) -> tuple[dict, dict]:
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
     own = {"history": history, "suffix": "i" if environment.has_infiniband_names() else "", "processes": count}
     return own, {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(args.grace_s) + AGENT_S),
+        **shutdown(args),
         "GLOO_SOCKET_IFNAME": environment.IB_INTERFACE if environment.has_infiniband_names() else None,
     }
 

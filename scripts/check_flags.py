@@ -23,8 +23,11 @@ def check(args: Args) -> None:
     except Exception as error:  # noqa: BLE001  # whatever the type of a flag raises
         fault = f"{type(error).__name__}: {error}"
         raise UsageError(f"config.yaml cannot keep a plugin's flag, or a default that it sets: {fault}") from None
-    for name in sorted(kept.keys() - shared):
-        before, now = (list(one) if isinstance(one, tuple) else one for one in (vars(args)[name], again[name]))
+    for name in sorted({action.dest for action in parser._actions} - shared):
+        both = vars(args).get(name), again.get(name)  # config.yaml keeps no None, which gives the default back
+        before, now = (list(one) if isinstance(one, tuple) else one for one in both)
         if before != now and repr(before) != repr(now):  # NaN is no NaN
             hint = "give it a type whose values read as themselves, as type=int or type=bool, and such a default"
+            if before is None:
+                hint = "config.yaml keeps no None: make it the default, or let the type give another value"
             raise UsageError(f"-{name} is {before!r:.40}, and {now!r:.40} when config.yaml is read again: {hint}")

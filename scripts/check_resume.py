@@ -67,6 +67,10 @@ def check(args: "Args") -> int:
     """
     if launch.is_launched() or args.slurm:
         raise UsageError("-check_resume starts its processes itself: run it without torchrun, srun and -slurm")
+    if args.eval or args.debug:
+        raise UsageError(
+            f"-{'eval' if args.eval else 'debug'} gives nothing to resume: leave it out of -check_resume"
+        )
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
     torch.set_num_threads(1)  # with more, a forked process would wait for them forever

@@ -25,15 +25,15 @@ try:
     import torch
     import torch.distributed as dist
 
-    from lib import config
+    from lib import config, launch
     from lib.config import plugins
-    from lib.core import loss
-    from lib.launch import environment, local
+    from lib.core import loss, optimizer, parallel
+    from lib.launch import local
     from lib.utils import distributed, runtime
     from lib.utils.checkpoint import manager, resume, run_folder, state, weights
     from lib.utils.data import fetch, fingerprint, loader
     from lib.utils.distributed import World
-    from lib.utils.errors import UsageError, load_optional, printable
+    from lib.utils.errors import UsageError, load_optional, no_exit, printable
     from scripts import agent, check_data
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         args = config.parse_args(arguments)
-        environment.choose_gpus(args)
+        launch.prepare(args)
     except UsageError as error:
         return local.report_usage_error(error)
     bad = 0
@@ -72,9 +72,11 @@ def wrapped(level: str, text: str) -> str:
 def guarded(check, args) -> Findings:
     """The findings of a check. An error in it is a finding, too."""
     try:
-        yield from check(args)
-    except (UsageError, OSError, RuntimeError) as error:
-        place = "" if isinstance(error, UsageError) else f"{check.__name__}: "  # that one names its flag
+        with no_exit():
+            yield from check(args)
+    except Exception as error:  # noqa: BLE001  # whatever a plugin raises
+        place = f"{check.__name__}: {type(error).__name__}: "
+        place = "" if isinstance(error, UsageError) else place  # that one names its flag
         yield BAD, f"{place}{' '.join(str(error).split())}"
 
 
@@ -197,9 +199,9 @@ def data(args) -> Findings:
 
 
 def room(args) -> Findings:
-    """Check the model of the run, its first weights, and the space for its checkpoints."""
+    """Check the model of the run, its first weights, the space for its checkpoints, and its loss and optimizers."""
     arch = plugins.load("arch", args.arch)
-    model = arch.get_model(args)
+    model = parallel.build(arch, args)
     if args.weights and resume.find(args, World()) is None:  # a resume does not read them
         yield OK, f"-weights {weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args))}"
     size = manager.ADAM * sum(tensor.nbytes for tensor in state.model_tensors(model).values())
@@ -221,6 +223,20 @@ def room(args) -> Findings:
             f"{kept} are kept (-keep_last, -keep_hours) and one is being written"
         ),
     )
+    optimizer.get_optimizers(model, loss.get_loss(args), args)  # UsageError for an option that they do not take
+
+
+def mirror(args) -> Findings:
+    """Check whether the place of -mirror can be read. Nothing is written there."""
+    if args.mirror and not (args.eval or args.debug):
+        script = load_optional("scripts.mirror", "-mirror")
+        place = script.Place(args.mirror, args.model)
+        try:
+            owner = place.read("owner.json")
+        except Exception as error:  # noqa: BLE001  # each store has its own; it may name a password
+            yield BAD, f"-mirror {place.url}: cannot be used ({script.clean(error)})"
+            return
+        yield OK, f"-mirror {place.url}: {'a run is there' if owner else 'no run is there'}"
 
 
 def network(args) -> Findings:
@@ -259,7 +275,7 @@ def slurm(args) -> Findings:
         yield BAD, f"-slurm_partition {args.slurm_partition}: there are {', '.join(sorted(names))}"
 
 
-CHECKS = (versions, reduction, devices, limits, data, room, network, slurm)
+CHECKS = (versions, reduction, devices, limits, data, room, mirror, network, slurm)
 
 if __name__ == "__main__":
     sys.exit(main())

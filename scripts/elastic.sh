@@ -30,8 +30,6 @@ fi
 
 # Without this a node that joins later never gets in, and both die after a minute (seen in torch 2.13 and 2.15).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Seconds that workers have to save when torchrun gets a signal: more than -grace_s; its own 30 would cut a save off.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-70}"
 export PET_NNODES="${NODES:-${PET_NNODES:-1:4}}" # also for train.py, which continues when another node leaves
 exec torchrun --nproc_per_node="$per_node" \
     --max-restarts="${RESTARTS:-${PET_MAX_RESTARTS:-100}}" --monitor-interval=1 \

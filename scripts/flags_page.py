@@ -19,8 +19,8 @@ PAGE, STUB = ROOT / "docs" / "flags.md", ROOT / "lib" / "config" / "namespace.py
 PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to one plugin: a fork has others
 INTRODUCTION = """# Which flags are there?
 
-`python train.py -h` shows these flags and those of the chosen plugins. In parentheses: the defaults of the default
-run. In a run only flags with a mark [may change](resume.md#what-may-change-between-two-starts):
+`python train.py -h` shows these and the chosen plugins' flags. In parentheses: the default run's defaults. In a run
+only flags with a mark [may change](resume.md#what-may-change-between-two-starts):
 
 - *allowed*: the run takes the new value.
 - *once*: the flag counts for one start, and config.yaml does not keep it.

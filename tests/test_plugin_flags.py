@@ -280,11 +280,14 @@ def get_model(args): pass
     file.write_text("arch: many\n")
     assert parsed(["-cfg", str(file), "-many_needed", "a"]).many_needed == "a"
     text = "def add_args(parser): parser.add_argument('-raw', default=3); parser.set_defaults(steps=9)"
+    text += "; parser.add_argument('-off', type=lambda t: None if t == 'no' else int(t), default=5)"
     plugin_file(monkeypatch, tmp_path, "arch", "raw", f"{text}\ndef get_model(args): pass")
     assert (parsed("-arch raw").steps, parsed("-arch raw -epochs 2").steps) == (9, None)
     pytest.importorskip("scripts.check_flags")
     with pytest.raises(UsageError, match="-raw is 3, and '3' when"):
         plugins.load_chosen(parsed("-arch raw"))
+    with pytest.raises(UsageError, match="-off is None, and 5 when"):
+        plugins.load_chosen(parsed("-arch raw -off no"))
 
 
 @pytest.mark.parametrize(

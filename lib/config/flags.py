@@ -123,7 +123,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
     add("-lr_batch", COUNT, "-lr_start is for steps of N samples: scale it linearly to -batch_size")
-    add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to biases and norms", 0.01)
+    add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to 1-d parameters, as biases and most norms", 0.01)
     add("-momentum", BELOW_1, "momentum of sgd", 0.9)
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
 

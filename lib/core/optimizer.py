@@ -1,4 +1,4 @@
-"""Optimizers, chosen by -optimizer: fused where that is safe, no weight decay on biases and norms."""
+"""Optimizers, chosen by -optimizer: fused where that is safe, no weight decay on 1-d parameters."""
 
 import ast
 import contextlib
@@ -84,7 +84,7 @@ def read_options(words: list[str]) -> dict[str, Any]:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors."""
+    """Return parameter groups: weight decay for those of 2 dimensions or more, none for biases and other vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

@@ -158,4 +158,4 @@ def rendezvous_address() -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(requeue.recorded(main))

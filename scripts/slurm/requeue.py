@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from lib.utils.checkpoint import atomic, run_folder
@@ -36,6 +37,30 @@ def record_refusal(reason: str) -> None:
     history = Path(os.environ.get(HISTORY, ""))
     if start := run_folder.read_json(history):
         write_history(history, {**start, "refused": reason})
+
+
+def recorded(main: Callable[[], int]) -> Callable[[], int]:
+    """Return `main` for a job's process, which also records the exception that ends it."""
+
+    def run() -> int:
+        try:
+            return main()
+        except Exception as error:
+            history = Path(os.environ.get(HISTORY, ""))
+            start = run_folder.read_json(history)
+            if start and "error" not in start and not run_folder.is_lost_peer(error):  # the first is the cause
+                facts = {"error": f"{type(error).__name__}: {error}", "may_pass": may_pass(error)}
+                write_history(history, {**start, **facts})
+            raise
+
+    return run
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether a requeue may help: this error, or one that led to it, is of a lost process, a disk or a network."""
+    while error and not (isinstance(error, OSError) or run_folder.is_lost_peer(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def finish_job(history: Path, code: int) -> int:
@@ -86,12 +111,16 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
         return False, f"it was ended from outside ({job['JobState']}); the state is saved"
     if state == "failed" and not outcome.get("lost_peer"):
         return False, f"the run failed ({reason})"
+    error = None if state else start.get("error")  # before it had the run's folder, as in get_dataset
+    if error and not start["may_pass"]:
+        return False, f"the run failed ({error})"
     preempted_at = job.get("PreemptTime", "None")
     if preempted_at[0].isdigit() and preempted_at >= job.get("StartTime", "~"):  # in this start
         return True, PREEMPTED
     if state == "stopped" and outcome.get("signal") != "SIGUSR2":
         return False, f"it was asked to stop ({reason}); the state is saved"
-    why = "time limit" if state == "stopped" else "a process was lost"
+    lost = f"the start failed ({error})" if error else "a process was lost"
+    why = "time limit" if state == "stopped" else lost
     if start["in_vain"] and not gained:
         return False, f"{why}, and two starts in a row gained nothing"
     return True, why

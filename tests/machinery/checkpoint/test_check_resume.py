@@ -140,6 +140,7 @@ def test_a_fault_is_reported_with_its_first_step_and_its_likely_cause(check_run,
 @pytest.mark.parametrize(
     ("flags", "wanted", "message"),
     [
+        ("-debug", 2, "-debug gives nothing to resume"),
         ("-limit_steps 1", 2, "-limit_steps 1: -check_resume needs 2 steps or more"),
         ("-steps 1", 1, "the run ends after its first step"),
         ("-out README.md/out", 2, "-out README.md/out: cannot be written (Not a directory)"),

@@ -93,14 +93,16 @@ def test_the_sbatch_file_tells_torchrun_who_the_host_is(project, variables, flag
     assert history.exists() and output.splitlines().count(f"BATON_HISTORY={history}") == 2
     assert output.count("\nTORCH_ELASTIC_SHUTDOWN_TIMEOUT=95\n") == 2, "torchrun waits longer than -grace_s"
     assert output.count("arg --rdzv-id=5\n") == 2, "a requeue does not apply -reset again"
+    assert output.count("arg -m\narg scripts.slurm.task\narg -epochs\n") == 2
 
 
 def test_an_elastic_agent_uses_the_address_from_which_it_reaches_the_head_node(project):
     fake_program(project, "torchrun", AGENT)
-    flags = "./scripts/elastic.sh -epochs 3"
+    flags = "./scripts/elastic.sh -epochs 3 -grace_s 89.5"
     output = bash(project, flags, HEAD="127.0.0.1:29400", PER_NODE="1")
     assert "arg --rdzv_endpoint=127.0.0.1:29400\n" in output and "\nPET_LOCAL_ADDR=127.0.0.1\n" in output
     assert "\nGLOO_SOCKET_IFNAME=lo\n" in output and "is_host=1" in output
+    assert "\nTORCH_ELASTIC_SHUTDOWN_TIMEOUT=95\n" in output
     output = bash(project, f"{flags} -gpus 2,3", HEAD="nowhere.invalid:1", SYSTEMNAME="jusuf")
     assert "arg --nproc_per_node=2\n" in output
     assert "arg --rdzv_endpoint=nowherei.invalid:1\n" in output and "is_host=0" in output

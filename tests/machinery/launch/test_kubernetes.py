@@ -17,6 +17,7 @@ from kubeflow_trainer_api import models as trainer_api
 from processes import CLEAN, ROOT, children, copy_tracked, python, session, until
 
 from lib.utils.checkpoint import run_folder
+from scripts import agent
 
 FOLDER = ROOT / "scripts" / "kubernetes"
 DOCUMENTS = {
@@ -62,8 +63,7 @@ def test_a_pod_starts_a_file_of_the_image_with_flags_that_train_py_accepts(kind)
     wanted = DOCUMENTS["runs", "PersistentVolumeClaim"]
     assert claim == wanted["metadata"]["name"] and wanted["spec"]["accessModes"] == ["ReadWriteMany"]
 
-    cut = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", (ROOT / "scripts" / "elastic.sh").read_text())[1])
-    assert args.grace_s < cut < spec["terminationGracePeriodSeconds"]
+    assert args.grace_s + agent.AGENT_S < spec["terminationGracePeriodSeconds"]
 
 
 def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tmp_path):
@@ -74,7 +74,9 @@ def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tm
 
     sent = context(tmp_path / "image")
     assert sum(file.stat().st_size for file in sent) < 2_000_000
-    assert {tmp_path / "image" / "scripts" / "elastic.sh", tmp_path / "image" / "pyproject.toml"} <= set(sent)
+    imported = re.findall(r'"(scripts\.\w+)"', "".join(file.read_text() for file in (ROOT / "lib").rglob("*.py")))
+    wanted = {"pyproject.toml", "scripts/elastic.sh", *(f"{one.replace('.', '/')}.py" for one in imported)}
+    assert "scripts/mirror.py" in wanted and {tmp_path / "image" / one for one in wanted} <= set(sent)
     assert "finished:" in python(*command[1:3], tmp_path / "runs", "-epochs", "1", cwd=tmp_path / "image")
     assert "digits_convnet  finished" in python("scripts/status.py", tmp_path / "runs", cwd=tmp_path / "image")
     assert any(line.startswith("RUN apt-get") and " g++ " in line for line in lines), "-compile needs a compiler"

@@ -4,7 +4,10 @@ import re
 import subprocess
 import sys
 
+from command_line import parsed
 from processes import CLEAN, ROOT
+
+from scripts import doctor
 
 
 def run_doctor(*flags, code, **env) -> list[str]:
@@ -27,9 +30,16 @@ def test_a_machine_that_can_train_passes_and_no_file_is_left(tmp_path):
 
 def test_whatever_prevents_a_run_is_bad_and_makes_the_exit_code_1(tmp_path):
     env = {"NCCL_SOCKET_IFNAME": "nothing0", "GLOO_DEVICE_TRANSPORT": "nothing"}
-    lines = run_doctor("-out", "/proc/out", "-data", str(tmp_path), code=1, **env)
+    lines = run_doctor("-out", "/proc/out", "-data", str(tmp_path), "-mirror", "nowhere://a/b", code=1, **env)
     bad = [line for line in lines if line.startswith("bad")]
-    assert lines[-1].startswith("a run would not start") and len(bad) == 4
+    assert lines[-1].startswith("a run would not start") and len(bad) == 5
     assert "all-reduce" in bad[0] and f"-data {tmp_path}" in bad[1] and "cannot be written" in bad[2]
-    assert bad[3].startswith("bad   NCCL_SOCKET_IFNAME=nothing0 is not one of the interfaces here: ")
-    assert run_doctor("-epoch", "3", code=2) == []
+    assert bad[3] == "bad   -mirror nowhere://a/b: Protocol not known: nowhere"
+    assert bad[4].startswith("bad   NCCL_SOCKET_IFNAME=nothing0 is not one of the interfaces here: ")
+    assert run_doctor("-epoch", "3", code=2) == run_doctor("-loss", "none", code=2) == []
+
+
+def test_the_optimizers_options_are_tried_and_any_error_of_a_plugin_is_a_finding(tmp_path):
+    args = parsed(["-optimizer_arg", "no=1", "-out", str(tmp_path), "-cpu", "1"])
+    assert "unexpected keyword argument 'no'" in [*doctor.guarded(doctor.room, args)][-1][1]
+    assert next(doctor.guarded(lambda args: 1 / 0, args))[1].endswith(": ZeroDivisionError: division by zero")

@@ -23,9 +23,9 @@ RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTi
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
 
-def verdict_for(state="stopped", *, job=RUNNING, gained=True, in_vain=False, refused=None, **facts):
+def verdict_for(state="stopped", *, job=RUNNING, gained=True, in_vain=False, recorded=(), **facts):
     """Whether a job is requeued, and why. state: None if there is no outcome.json; `facts`: further entries of it."""
-    start = {**START, "in_vain": in_vain, **({"refused": refused} if refused else {})}
+    start = {**START, "in_vain": in_vain, **dict(recorded)}
     return requeue.verdict(start, {"state": state, "reason": "a sentence", **facts} if state else {}, gained, job)
 
 
@@ -47,7 +47,7 @@ def test_a_preempted_run_that_could_not_save_in_time_is_requeued():
     for state in ("running", "failed", None):
         assert verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
     assert "the run failed" in verdict_for("failed", job=PREEMPTED)[1]
-    assert "was refused" in verdict_for(None, refused="-epochs 0", job=PREEMPTED)[1]
+    assert "was refused" in verdict_for(None, recorded={"refused": "-epochs 0"}, job=PREEMPTED)[1]
 
 
 def test_time_limits_and_lost_processes_are_requeued_and_failures_are_not():
@@ -55,6 +55,18 @@ def test_time_limits_and_lost_processes_are_requeued_and_failures_are_not():
     assert verdict_for("failed", lost_peer=True) == verdict_for("running") == (True, "a process was lost")
     assert verdict_for("failed", reason="rank 1: no", lost_peer=False) == (False, "the run failed (rank 1: no)")
     assert verdict_for("finished") == (False, "the run is finished")
+    error = {"error": "ValueError: no", "may_pass": False}
+    assert verdict_for(None, recorded=error) == (False, "the run failed (ValueError: no)")
+    assert verdict_for(None, recorded={**error, "may_pass": True})[0] and verdict_for("running", recorded=error)[0]
+
+
+def test_the_exception_that_ends_a_start_is_recorded(stopped, monkeypatch):
+    monkeypatch.setenv(requeue.HISTORY, str(stopped))
+    for error in (torch.distributed.DistBackendError("gone"), ValueError("no class"), OSError("later")):
+        with pytest.raises(type(error)):
+            requeue.recorded(mock.Mock(side_effect=error))()
+    start = json.loads(stopped.read_text())
+    assert (start["error"], start["may_pass"], requeue.may_pass(error)) == ("ValueError: no class", False, True)
 
 
 def test_a_second_start_in_a_row_without_progress_is_the_last():
