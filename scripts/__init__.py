@@ -2,6 +2,8 @@
 
 check_resume.py  -check_resume: kills a run and compares bits
 check_flags.py   imported by each start: plugins' flags that config.yaml would give back as other values
+check_model.py   imported by each start: models that cannot be trained; check_loss.py: losses that stretch targets
+check_tokens.py  imported by each start on token files: those of other formats
 check_plugins.py  imported by each start: what a trainer's and a model's files have that works otherwise elsewhere
 check_data.py    -check_data: opens every sample and lists what is wrong
 chaos.py         kills runs for hours
@@ -27,6 +29,7 @@ flags_page.py    writes docs/flags.md
 train.sh         sets up .venv by set_up.sh, and trains; test.sh: the same for the tests
 elastic.sh       torchrun on nodes that join and leave
 agent.py         torchrun's settings on this machine, for elastic.sh and train.sbatch
+infiniband.py    names of hosts on InfiniBand
 bench/           benchmarks: compare.py runs train.py next to the scripts in peers/; scale.py is for docs/scaling.md
 recipes/         complete configurations
 slurm/           modules, a batch script, a Slurm of one machine

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.launch import environment, local
 from lib.utils.errors import FINISHED, USAGE, UsageError
+from scripts import infiniband
 
 AGENT_S = 5  # seconds that torchrun waits for its workers beyond -grace_s
 
@@ -56,7 +57,7 @@ def elastic(args, head: str) -> tuple[dict, dict]:
     if place.startswith("etcd") and importlib.util.find_spec("etcd") is None:
         raise UsageError(f"RENDEZVOUS={place} needs a package that is not installed: pip install python-etcd")
     name, _, port = head.rpartition(":")
-    host = environment.infiniband_name(name)
+    host = infiniband.name_of(name)
     address, is_host = toward(host)
     own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes(args) or ""}
     # torchrun guesses its address from host names, and fails if a host has two (pytorch issue 73656).
@@ -83,8 +84,8 @@ def toward(host: str) -> tuple[str | None, bool]:
 
 def interface_of(address: str) -> str | None:
     """Return gloo's network interface: InfiniBand's, or that of an address, by iproute2. None: gloo chooses."""
-    if environment.has_infiniband_names():
-        return environment.IB_INTERFACE
+    if infiniband.is_here():
+        return infiniband.INTERFACE
     with contextlib.suppress(FileNotFoundError):
         command = ["ip", "-oneline", "address", "show", "to", address.partition("%")[0]]
         found = subprocess.run(command, capture_output=True, text=True).stdout.split()
@@ -98,10 +99,10 @@ def slurm_job(args) -> tuple[dict, dict]:
 
     history = slurm.record_start(args)
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
-    own = {"history": history, "suffix": "i" if environment.has_infiniband_names() else "", "processes": count}
+    own = {"history": history, "suffix": "i" if infiniband.is_here() else "", "processes": count}
     return own, {
         **shutdown(args),
-        "GLOO_SOCKET_IFNAME": environment.IB_INTERFACE if environment.has_infiniband_names() else None,
+        "GLOO_SOCKET_IFNAME": infiniband.INTERFACE if infiniband.is_here() else None,
     }
 
 

@@ -83,6 +83,7 @@ SHARED = {  # files that are left out with the last of these parts
     "lib/utils/data/transforms.py": "plugins export",
     "scripts/agent.py": "slurm elastic kubernetes tools",
     "scripts/elastic.sh": "elastic kubernetes",
+    "scripts/infiniband.py": "slurm elastic kubernetes tools",
     "scripts/model_input.py": "tools export",
     "scripts/other_weights.py": "tools export",
     "scripts/plot.py": "tools sweep",

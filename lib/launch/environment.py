@@ -10,9 +10,6 @@ from pathlib import Path
 from lib.config import Args
 from lib.utils.errors import UsageError
 
-# SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
-INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
-IB_INTERFACE = "ib0"  # the name of the network interface on InfiniBand; elsewhere gloo chooses one
 LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of 127.0.0.1
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # torch for ROCm reads its own one first
 # The first is the standard of freedesktop.org, which torch's hub and extensions, Hugging Face and others follow.
@@ -41,7 +38,7 @@ def export(args: Args) -> dict[str, str]:
 
 
 def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | None = None) -> dict[str, str]:
-    """Return torchrun's variables for one process of a run, and gloo's network interface where it is known.
+    """Return torchrun's variables for one process of a run, and gloo's network interface on a single machine.
 
     `place` has RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; `run_id` is the same for all processes and restarts
     of a launch; `store` is host and port of the rendezvous store, which a single process does not need.
@@ -49,9 +46,8 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
     variables: dict[str, object] = {**place, "TORCHELASTIC_RUN_ID": run_id}
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
-        interface = LOOPBACK if store[0] == "127.0.0.1" else IB_INTERFACE if has_infiniband_names() else None
-        if interface and (interface == LOOPBACK or "GLOO_SOCKET_IFNAME" not in os.environ):
-            variables["GLOO_SOCKET_IFNAME"] = interface
+        if store[0] == "127.0.0.1" and LOOPBACK:
+            variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -71,16 +67,3 @@ def choose_gpus(args: Args) -> None:
         chosen = ",".join(names[int(gpu)] for gpu in args.gpus.split(","))
     if args.gpus or args.cpu:
         os.environ.update(dict.fromkeys(VISIBLE, chosen))
-
-
-def infiniband_name(host: str) -> str:
-    """Return the name of a host on the fast network: gpu7.site becomes gpu7i.site. An address stays as it is."""
-    first, dot, domain = host.partition(".")
-    if not has_infiniband_names() or ":" in host or host.replace(".", "").isdigit() or first.endswith("i"):
-        return host
-    return f"{first}i{dot}{domain}"
-
-
-def has_infiniband_names() -> bool:
-    """Whether this machine's nodes have another name on the fast network."""
-    return os.environ.get("SYSTEMNAME") in INFINIBAND

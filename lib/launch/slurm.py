@@ -20,6 +20,7 @@ from lib.launch import environment, local
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError, run_program
+from scripts import infiniband
 from scripts.slurm import requeue
 
 # Set by an allocation or a launcher around this process, or secret: the job must not inherit them.
@@ -141,7 +142,7 @@ def run_task(args: Args, target: str) -> int:
     place |= {"LOCAL_RANK": int(environ["SLURM_LOCALID"]), "LOCAL_WORLD_SIZE": len(environ["SLURM_GTIDS"].split(","))}
     environment.export(args)
     run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    environ.update(environment.rank_variables(place, run_id, rendezvous_address()))
+    environ.update({**infiniband.interface(), **environment.rank_variables(place, run_id, rendezvous_address())})
     code = local.call_target(target, args)
     return FINISHED if code == STOPPED and place["RANK"] else code  # srun would kill the tasks that still run
 
@@ -154,7 +155,7 @@ def rendezvous_address() -> tuple[str, int]:
     port = 10_000 + (job + 97 * step + 997 * requeue.restart_count()) % 20_000  # below those of the system's choice
     os.environ["SLURM_JOB_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # Submitit's; the job may have more
     names = SlurmJobEnvironment().hostnames
-    return environment.infiniband_name(names[0]) if len(names) > 1 else "127.0.0.1", port
+    return infiniband.name_of(names[0]) if len(names) > 1 else "127.0.0.1", port
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from command_line import parsed
 from processes import python
 
 from lib.launch import environment
-from scripts import agent
+from scripts import agent, infiniband
 
 
 @pytest.fixture
@@ -68,14 +68,15 @@ def test_gpus_are_numbered_among_the_visible_ones(visible, flags, chosen, bare):
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
 def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system):
     bare.setenv("SYSTEMNAME", system)
-    assert environment.infiniband_name("jwb0001") == "jwb0001i"
-    assert environment.infiniband_name("jwb0001.juwels") == "jwb0001i.juwels"
+    assert infiniband.name_of("jwb0001") == "jwb0001i"
+    assert infiniband.name_of("jwb0001.juwels") == "jwb0001i.juwels"
     for as_it_is in ("jwb0001i.juwels", "10.13.23.64", "fe80::1"):
-        assert environment.infiniband_name(as_it_is) == as_it_is
+        assert infiniband.name_of(as_it_is) == as_it_is
     assert agent.interface_of("10.13.23.64") == "ib0"
-    assert environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))["GLOO_SOCKET_IFNAME"] == "ib0"
+    bare.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert infiniband.interface() == {"GLOO_SOCKET_IFNAME": "ib0"}
     bare.setenv("GLOO_SOCKET_IFNAME", "mine")
-    assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
+    assert not infiniband.interface()
     bare.setenv("RANK", "")
     assert not environment.has_rank()
     here = environment.rank_variables({"RANK": 0}, "run", ("127.0.0.1", 10_000))
