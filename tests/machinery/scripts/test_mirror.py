@@ -73,6 +73,22 @@ def test_a_damaged_copy_is_passed_over(copied, tmp_path, refused):
     assert "no good checkpoint is left" in refused(flags) and not (tmp_path / NAME / "checkpoints").exists()
 
 
+def test_an_odd_name_stays_here_and_a_damaged_manifest_is_refused(copy, tmp_path, monkeypatch, capsys, script_error):
+    url, back = f"file://{tmp_path}/there", tmp_path / "back" / copy.name
+    (copy / "logs" / "a b.log").touch()
+    monkeypatch.chdir(copy)
+    assert mirror.main([".", url]) == 0 and "a b.log is not copied" in "".join(capsys.readouterr())
+    assert mirror.main([url, str(back)]) == mirror.main([url, str(back)]) == 0 and saves.names(back) == saves.names(
+        copy
+    )
+    assert f"no newer checkpoint than {back}: nothing is fetched" in capsys.readouterr().out
+    [manifest] = (tmp_path / "there" / copy.name).glob("manifest.*")
+    manifest.write_text("{")
+    assert f"{manifest.name} is damaged: -reset" in script_error(mirror, url, tmp_path / "new" / copy.name)
+    manifest.unlink()
+    assert "has no whole checkpoint yet" in script_error(mirror, url, tmp_path / "new" / copy.name)
+
+
 def test_two_runs_at_one_place_are_noticed(copied, tmp_path, refused):
     flags = f"{saves.SMALL} -save_every 1steps -seed 1"
     run(tmp_path, f"{flags} -limit_steps 2", wanted=75)
