@@ -31,7 +31,7 @@ def evaluate(trainer: Trainer) -> str:
     Where each sample has one class, eval.json also says how many of each class got which answer.
 
     Raises:
-        UsageError: there are no weights, they are not the whole model's, or there is nothing to evaluate on.
+        UsageError: there are no weights, they are another model's, or there is nothing to evaluate on.
     """
     args, folder = trainer.args, trainer.folder
     path = weights.find(folder) if args.weights in (None, weights.IMAGENET) else args.weights
@@ -40,11 +40,10 @@ def evaluate(trainer: Trainer) -> str:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
-    theirs, mine = classes_of(Path(path)), trainer.plan.data["classes"]
-    if theirs and mine and theirs != mine:
-        text = "%s are for the classes %.80s, and the data has %.80s: the figures mean nothing if these are others"
-        log.warning(text, path, theirs, mine)
+    mine = trainer.plan.data["classes"]
+    log.info("weights:     %s", load_whole(str(path), trainer.model, args.arch))
+    if note := note_on_classes(Path(path), mine):
+        log.warning("%s", note)
     trainer.is_loaded = True
     trainer.make_engine()
     kind, methods = type(trainer), ("evaluate", "evaluation_step", "compute_metrics", "count_targets")
@@ -128,6 +127,23 @@ def json_of(confusion: dict[str, list[list[int]]]) -> str:
     """Return the counts as JSON in which each class has a line."""
     splits = {split: ",\n      ".join(map(str, counts)) for split, counts in confusion.items()}
     return "{" + ",".join(f'\n    "{split}": [\n      {rows}\n    ]' for split, rows in splits.items()) + "\n  }"
+
+
+def load_whole(path: str, model: nn.Module, arch: str) -> str:
+    """Give the model all the weights in a file; return how many. Raises UsageError if they are another model's."""
+    loaded = weights.load_into(path, model, whole=True)
+    if others := loaded.partition("not used: ")[2]:
+        raise UsageError(f"{path}: -arch {arch} is another model than that of these weights: it has no {others}")
+    return loaded
+
+
+def note_on_classes(path: Path, mine: list[str]) -> str:
+    """Return that these weights are for other classes than `mine`, "" if they are not, or if it is not known."""
+    theirs = classes_of(path)
+    if not (theirs and mine) or theirs == mine:
+        return ""
+    known = f"{path}: its classes are {theirs!s:.80}, and here they are {mine!s:.80}"
+    return f"{known}: names and figures mean nothing if these are others"
 
 
 def classes_of(path: Path) -> list[str]:

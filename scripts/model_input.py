@@ -1,6 +1,5 @@
 """Gives a run's model one input as the usual trainer does (lib/core/loss.py), for predict.py and export.py."""
 
-import contextlib
 import inspect
 import warnings
 from argparse import Namespace
@@ -70,8 +69,8 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
     parameters = parameters_of(model)
     names = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     if inputs is None and is_first(model):
-        if more := other_inputs(model, names, args):
-            warnings.warn(f"-arch {args.arch} also gets {' and '.join(more)} in training, and here not", stacklevel=4)
+        if note := note_on_other_inputs(model, names, args):
+            warnings.warn(f"-arch {args.arch} {note}", stacklevel=4)
     elif inputs is None:
         try:
             inputs = first_inputs(model, training_samples(args), args)
@@ -92,14 +91,19 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
     return Named(model, by_name[0]).eval() if by_name else model
 
 
-def other_inputs(model: nn.Module, names: list[str], args: Namespace) -> list[str]:
-    """Return what `forward` gets in training after its first parameter; [] where the data cannot be read."""
+def note_on_other_inputs(model: nn.Module, names: list[str], args: Namespace) -> str:
+    """Return what `forward` gets, or may get, in training after its first parameter; "" if nothing."""
     others = [name for name in names if name not in loss.TARGETS][1:]
-    if others and not hasattr(model, "main_input_name"):
-        with contextlib.suppress(Exception):  # of any dataset
-            inputs = first_inputs(model, training_samples(args), args)
-            return [name for name in others if isinstance(inputs, Mapping) and name in inputs]
-    return []
+    if not others or hasattr(model, "main_input_name"):
+        return ""
+    try:
+        inputs = first_inputs(model, training_samples(args), args)
+    except Exception as error:  # noqa: BLE001  # of any dataset
+        maybe = [one.name for one in parameters_of(model) if one.name in others and one.default is None]
+        known = f"has an optional {' and '.join(maybe)}: whether training gives it, the data would tell"
+        return f"{known}, and cannot be read ({error})" if maybe else ""  # other defaults are those of options
+    more = [name for name in others if isinstance(inputs, Mapping) and name in inputs]
+    return f"also gets {' and '.join(more)} in training, and here not" if more else ""
 
 
 def is_first(model: nn.Module) -> bool:
