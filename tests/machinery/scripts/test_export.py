@@ -152,8 +152,7 @@ def test_an_export_that_differs_from_the_model_is_refused_with_what_to_do(traine
         export.check(export.Exportable(model, torch.zeros(2, 4), {}, {}), wrong)
     with pytest.raises(UsageError, match=r"cannot be exported .ValueError: no more.; -fixed N"):
         export.exported(lambda *_: exec("raise RuntimeError from ValueError('no\\nmore')"), made)
-    for flags in ("-o", "x.onnx", "-format", "torch"), ("-o", "x.h5"):
-        assert re.search(r"-o x.*\.onnx", script_error(export, trained_run, *flags))
+    assert ".onnx is the ending of -format onnx" in script_error(export, trained_run, "-o=x.onnx", "-format=torch")
     assert "-pixels is for -format onnx" in script_error(export, trained_run, "-pixels")
     infinite = torch.tensor([1.0, -torch.inf])
     assert export.is_close(infinite, infinite) and not export.is_close(infinite + 0.1, infinite)
