@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +16,7 @@ from lib.utils import distributed
 from lib.utils.checkpoint import atomic, run_folder, weights
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import console, metrics
+from scripts import model_input
 
 log = logging.getLogger(__name__)
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # no figure uses their states
@@ -41,8 +41,8 @@ def evaluate(trainer: Trainer) -> str:
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     mine = trainer.plan.data["classes"]
-    log.info("weights:     %s", load_whole(str(path), trainer.model, args.arch))
-    if note := note_on_classes(Path(path), mine):
+    log.info("weights:     %s", model_input.load_whole(str(path), trainer.model, args.arch))
+    if note := model_input.note_on_classes(Path(path), mine):
         log.warning("%s", note)
     trainer.is_loaded = True
     trainer.make_engine()
@@ -127,29 +127,3 @@ def json_of(confusion: dict[str, list[list[int]]]) -> str:
     """Return the counts as JSON in which each class has a line."""
     splits = {split: ",\n      ".join(map(str, counts)) for split, counts in confusion.items()}
     return "{" + ",".join(f'\n    "{split}": [\n      {rows}\n    ]' for split, rows in splits.items()) + "\n  }"
-
-
-def load_whole(path: str, model: nn.Module, arch: str) -> str:
-    """Give the model all the weights in a file; return how many. Raises UsageError if they are another model's."""
-    loaded = weights.load_into(path, model, whole=True)
-    if others := loaded.partition("not used: ")[2]:
-        raise UsageError(f"{path}: -arch {arch} is another model than that of these weights: it has no {others}")
-    return loaded
-
-
-def note_on_classes(path: Path, mine: list[str]) -> str:
-    """Return that these weights are for other classes than `mine`, "" if they are not, or if it is not known."""
-    theirs = classes_of(path)
-    if not (theirs and mine) or theirs == mine:
-        return ""
-    known = f"{path}: its classes are {theirs!s:.80}, and here they are {mine!s:.80}"
-    return f"{known}: names and figures mean nothing if these are others"
-
-
-def classes_of(path: Path) -> list[str]:
-    """Return the names of the classes of the run whose weights these are; [] if they are none of a run's."""
-    file = next((one / "config.yaml" for one in (path, *path.parents[:2]) if (one / "config.yaml").is_file()), None)
-    found = yaml.safe_load(file.read_text()) if file else None
-    about = found.get("about") if isinstance(found, dict) else None
-    classes = about.get("classes") if isinstance(about, dict) else None
-    return [*map(str, classes)] if isinstance(classes, list) else []

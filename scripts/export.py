@@ -42,7 +42,7 @@ from lib.utils.data.fetch import option
 from lib.utils.data.tensors import named_tensors
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError, printable
-from scripts import evaluation, model_input, other_weights, preprocessing
+from scripts import model_input, other_weights, preprocessing
 
 BATCHES = (1, 3, 7, 17)  # on which an exported model is compared with the run's; the last is longer, too, if it can
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"-o {file}: it must be a file in a folder that is there")
         source = place(options.run, options.source)
         tensors = read(source)
-        print_note(evaluation.note_on_classes(source, evaluation.classes_of(options.run)))
+        print_note(model_input.note_on_classes(source, model_input.classes_of(options.run)))
         with atomic.new_version(file) as partial:
             takes = write(options, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
@@ -236,7 +236,7 @@ def prepared(options, tensors: dict) -> Exportable:
     answer = model(inputs)
     model = with_plain_outputs(model, answer, options.format).eval()
     facts = {"run": args.model, "arch": args.arch, "dataset": args.dataset}
-    facts |= {"classes": evaluation.classes_of(options.run), **facts_on_output(answer)}
+    facts |= {"classes": model_input.classes_of(options.run), **facts_on_output(answer)}
     names = {0: "batch", 1: "length"} if has_any_length(model, inputs) else {0: "batch"}
     found = None
     if inputs.ndim == 4:

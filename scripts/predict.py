@@ -36,7 +36,7 @@ from lib.utils import seeding
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.data import photos
 from lib.utils.errors import FAILED, FINISHED, UsageError, printable
-from scripts import evaluation, model_input
+from scripts import model_input
 
 log = logging.getLogger(__name__)
 BATCH = 64  # images at once
@@ -105,8 +105,8 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
     arch = plugins.load("arch", args.arch)
     model = parallel.build(arch, args).eval().requires_grad_(False)  # seeded, as for the training
-    evaluation.load_whole(str(file), model, args.arch)
-    if note := evaluation.note_on_classes(Path(file), evaluation.classes_of(Path(run))):
+    model_input.load_whole(str(file), model, args.arch)
+    if note := model_input.note_on_classes(Path(file), model_input.classes_of(Path(run))):
         log.warning("%s", note)
     return model.to(device)
 
@@ -132,7 +132,7 @@ def load(
 def predictor(model: nn.Module, run: str | Path, device: str | torch.device) -> Callable[[list], list[dict]]:
     """Return what `load` returns, of a model of `load_model`."""
     args = flags_of(run)
-    names = evaluation.classes_of(Path(run))
+    names = model_input.classes_of(Path(run))
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
