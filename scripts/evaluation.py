@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +16,7 @@ from lib.utils import distributed
 from lib.utils.checkpoint import atomic, run_folder, weights
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import console, metrics
+from scripts import model_input
 
 log = logging.getLogger(__name__)
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # no figure uses their states
@@ -31,7 +31,7 @@ def evaluate(trainer: Trainer) -> str:
     Where each sample has one class, eval.json also says how many of each class got which answer.
 
     Raises:
-        UsageError: there are no weights, they are not the whole model's, or there is nothing to evaluate on.
+        UsageError: there are no weights, they are another model's, or there is nothing to evaluate on.
     """
     args, folder = trainer.args, trainer.folder
     path = weights.find(folder) if args.weights in (None, weights.IMAGENET) else args.weights
@@ -40,11 +40,10 @@ def evaluate(trainer: Trainer) -> str:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
-    theirs, mine = classes_of(Path(path)), trainer.plan.data["classes"]
-    if theirs and mine and theirs != mine:
-        text = "%s are for the classes %.80s, and the data has %.80s: the figures mean nothing if these are others"
-        log.warning(text, path, theirs, mine)
+    mine = trainer.plan.data["classes"]
+    log.info("weights:     %s", model_input.load_whole(str(path), trainer.model, args.arch))
+    if note := model_input.note_on_classes(Path(path), mine):
+        log.warning("%s", note)
     trainer.is_loaded = True
     trainer.make_engine()
     kind, methods = type(trainer), ("evaluate", "evaluation_step", "compute_metrics", "count_targets")
@@ -128,12 +127,3 @@ def json_of(confusion: dict[str, list[list[int]]]) -> str:
     """Return the counts as JSON in which each class has a line."""
     splits = {split: ",\n      ".join(map(str, counts)) for split, counts in confusion.items()}
     return "{" + ",".join(f'\n    "{split}": [\n      {rows}\n    ]' for split, rows in splits.items()) + "\n  }"
-
-
-def classes_of(path: Path) -> list[str]:
-    """Return the names of the classes of the run whose weights these are; [] if they are none of a run's."""
-    file = next((one / "config.yaml" for one in (path, *path.parents[:2]) if (one / "config.yaml").is_file()), None)
-    found = yaml.safe_load(file.read_text()) if file else None
-    about = found.get("about") if isinstance(found, dict) else None
-    classes = about.get("classes") if isinstance(about, dict) else None
-    return [*map(str, classes)] if isinstance(classes, list) else []

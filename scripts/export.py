@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="out/NAME", help="a run's folder")
     parser.add_argument("-o", type=Path, metavar="FILE", help="(out/NAME/NAME.*)")
-    parser.add_argument("-format", choices=FORMATS, default="safetensors", help="(safetensors)")
+    parser.add_argument("-format", choices=FORMATS, help="(by the ending of -o, else safetensors)")
     parser.add_argument(
         "-from",
         dest="source",
@@ -80,10 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         "upright by EXIF; of large JPEGs, which predict.py decodes at a reduced size, probabilities differ a little",
     )
     options = parser.parse_args(argv)
-    ending, write = FORMATS[options.format]
     given = [name for name in ("shape", "fixed", "pixels", "resize") if getattr(options, name)]
-    file = options.o or options.run / f"{options.run.resolve().name}{ending}"
     try:
+        options.format = format_of(options.o, options.format)
+        ending, write = FORMATS[options.format]
+        file = options.o or options.run / f"{options.run.resolve().name}{ending}"
         if given and options.format not in ("onnx", "torchexport"):
             raise UsageError(f"-{given[0]} is for -format onnx and torchexport")
         if options.fixed and options.resize:
@@ -92,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"-o {file}: it must be a file in a folder that is there")
         source = place(options.run, options.source)
         tensors = read(source)
+        print_note(model_input.note_on_classes(source, model_input.classes_of(options.run)))
         with atomic.new_version(file) as partial:
             takes = write(options, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
@@ -100,6 +101,18 @@ def main(argv: list[str] | None = None) -> int:
     more = f"; it takes {takes}" if takes else ""
     print(printable(f"{file}: {len(tensors)} tensors, {size:,} bytes, from {source}{more}"))
     return 0
+
+
+def format_of(file: Path | None, given: str | None) -> str:
+    """Return the format of a file to write. Raises UsageError if its ending is another one's, or tells none."""
+    ending = file.suffix.lower() if file else ""
+    formats = {ending: name for name, (ending, _) in FORMATS.items()}
+    form = given or formats.get(ending, "" if ending else "safetensors")
+    if not form:
+        raise UsageError(f"-o {file}: give -format, or one of the endings {' '.join(formats)}")
+    if formats.get(ending, form) != form:
+        raise UsageError(f"-o {file}: {ending} is the ending of -format {formats[ending]}, and not of {form}")
+    return form
 
 
 def place(run: Path, source: str | None) -> Path:
@@ -222,9 +235,8 @@ def prepared(options, tensors: dict) -> Exportable:
     print_note(model_input.note_on_trainer(args))
     answer = model(inputs)
     model = with_plain_outputs(model, answer, options.format).eval()
-    about = yaml.safe_load((options.run / "config.yaml").read_text())["about"]
-    facts = {"run": args.model, "arch": args.arch, "dataset": args.dataset, "classes": about.get("classes", [])}
-    facts |= facts_on_output(answer)
+    facts = {"run": args.model, "arch": args.arch, "dataset": args.dataset}
+    facts |= {"classes": model_input.classes_of(options.run), **facts_on_output(answer)}
     names = {0: "batch", 1: "length"} if has_any_length(model, inputs) else {0: "batch"}
     found = None
     if inputs.ndim == 4:

@@ -161,13 +161,23 @@ class Place:
         self.write("owner.json", {"run": run, **facts, **who})
 
     def entries(self, run: str) -> dict[str, dict]:
-        """Return what the newest manifest of a run names, {} if there is none: objects, sizes, checksums, by path."""
+        """Return what the newest manifest of a run names: objects, sizes, checksums, by path; {} if there is none.
+
+        Paths that lead out of a run's folder, or that no run copies, are left out.
+        """
         for name in sorted(filter(MANIFEST.fullmatch, self.sizes()), reverse=True):
             found = self.read(name)
             entries = found.get("files", {}) if found.get("run") == run else {}
-            if entries and all(INSIDE.fullmatch(one) for path in entries for one in (path, entries[path]["object"])):
-                return entries
+            names = [path for path in entries if INSIDE.fullmatch(path) and INSIDE.fullmatch(entries[path]["object"])]
+            if names:
+                return {path: entries[path] for path in names}
         return {}
+
+    def check_manifests(self, run: str) -> None:
+        """Raise UsageError if a manifest that has no `entries` is a run's, or does not say whose it is."""
+        for name in filter(MANIFEST.fullmatch, self.sizes()):
+            if self.read(name).get("run", run) == run:
+                raise UsageError(f"-mirror: {self.url}/{name} is damaged: -reset starts from scratch")
 
     def without_lost(self, entries: dict[str, dict], sizes: dict[str, int]) -> dict[str, dict]:
         """Return the entries whose objects are there, and of checkpoints only whole ones."""
@@ -243,6 +253,7 @@ class Follower:
         self.generation: int | None = None  # of that manifest; None before the first claim
         self.is_current = False  # whether these are what is there
         self.done: set[tuple] = set()  # checkpoints on disk that are there, or cannot be copied
+        self.odd: set[str] = set()  # files that are not copied, because of their names
         flags = yaml.safe_load(files.read_bytes(folder / "config.yaml"))
         self.keep_last, self.keep_hours = flags.get("keep_last") or 2, flags.get("keep_hours") or 0
 
@@ -358,6 +369,11 @@ class Follower:
         changed = {}
         for found in sorted(one for pattern in SIDE_FILES for one in self.folder.glob(pattern)):
             path = str(found.relative_to(self.folder))
+            if not INSIDE.fullmatch(path):
+                if path not in self.odd:
+                    log.warning("-mirror: %s is not copied: name it with letters, digits and _ . - only", found)
+                self.odd.add(path)
+                continue
             try:
                 file = stack.enter_context(files.open_regular(found, "rb"))
             except OSError:  # replaced at this moment, or a link
@@ -483,6 +499,8 @@ def fetch(place: Place, folder: Path, run: str, *, above: int, most: int | None 
     Returns lines for the log. Raises UsageError if there are some checkpoints, none is good, and none is on disk.
     """
     entries, lines, fetched, place_of = place.entries(run), [], [], folder / "checkpoints"
+    if not entries and not above:
+        place.check_manifests(run)
     for name in [one for one in checkpoints(entries) if run_folder.checkpoint_number(one) > above]:
         if len(fetched) == most:
             break
@@ -730,12 +748,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def name_of(folder: Path) -> str:
+    """Return a run's name, which "." and ".." do not show."""
+    return folder.name if folder.name.strip(".") else folder.resolve().name
+
+
 def copy_once(url: str, folder: Path) -> str:
     """Copy a run, and return a message."""
     if not (folder / "config.yaml").is_file():
         raise UsageError(f"{folder} is no run's folder")
     with lock(folder, wait=False):
-        place = Place(url, folder.name)
+        place = Place(url, name_of(folder))
         follower = Follower(folder, place, choose_run(place, place.read("owner.json"), [local_facts(folder)]))
         follower.report()
         follower.sync_all()
@@ -744,15 +767,18 @@ def copy_once(url: str, folder: Path) -> str:
 
 def fetch_once(url: str, folder: Path) -> str:
     """Fetch all of a run that is newer than what the folder has, and return a message."""
-    place, here = Place(url, folder.name), local_facts(folder)
+    place, here = Place(url, name_of(folder)), local_facts(folder)
     if reading.is_locked(folder):
         raise UsageError(f"{folder} is in use by a run")
     if not (owner := place.read("owner.json")):
         raise UsageError(f"{place.url} has no run: URL is what -mirror was, without the run's name")
     run = choose_run(place, owner, [here])
     lines = fetch(place, folder, run, above=here["number"])
+    if not lines and not here["number"]:
+        raise UsageError(f"{place.url} has no whole checkpoint yet")
     write_facts(folder, {**run_folder.read_json(folder / "mirror.json"), "run": run})
-    return "\n".join(lines) or f"{place.url} has nothing that {folder} lacks"
+    hint = "an empty folder gets all files there are"
+    return "\n".join(lines) or f"{place.url} has no newer checkpoint than {folder}: nothing is fetched; {hint}"
 
 
 if __name__ == "__main__":

@@ -1,22 +1,53 @@
-"""Gives a run's model one input as the usual trainer does (lib/core/loss.py), for predict.py and export.py."""
+"""Gives a run's model its weights, its classes' names and one input as the usual trainer does (lib/core/loss.py).
 
-import contextlib
+For predict.py, export.py and -eval.
+"""
+
 import inspect
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
 from lib.config import plugins
 from lib.core import loss
 from lib.trainer import trainer
+from lib.utils.checkpoint import weights
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data import loader
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
+
+
+def load_whole(path: str, model: nn.Module, arch: str) -> str:
+    """Give the model all the weights in a file; return how many. Raises UsageError if they are another model's."""
+    loaded = weights.load_into(path, model, whole=True)
+    if others := loaded.partition("not used: ")[2]:
+        raise UsageError(f"{path}: -arch {arch} is another model than that of these weights: it has no {others}")
+    return loaded
+
+
+def note_on_classes(path: Path, mine: list[str]) -> str:
+    """Return that these weights are for other classes than `mine`, "" if they are not, or if it is not known."""
+    theirs = classes_of(path)
+    if not (theirs and mine) or theirs == mine:
+        return ""
+    known = f"{path}: its classes are {theirs!s:.80}, and here they are {mine!s:.80}"
+    return f"{known}: names and figures mean nothing if these are others"
+
+
+def classes_of(path: Path) -> list[str]:
+    """Return the names of the classes of the run whose weights these are; [] if they are none of a run's."""
+    file = next((one / "config.yaml" for one in (path, *path.parents[:2]) if (one / "config.yaml").is_file()), None)
+    found = yaml.safe_load(file.read_text()) if file else None
+    about = found.get("about") if isinstance(found, dict) else None
+    classes = about.get("classes") if isinstance(about, dict) else None
+    return [*map(str, classes)] if isinstance(classes, list) else []
 
 
 class Named(nn.Module):
@@ -70,8 +101,8 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
     parameters = parameters_of(model)
     names = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     if inputs is None and is_first(model):
-        if more := other_inputs(model, names, args):
-            warnings.warn(f"-arch {args.arch} also gets {' and '.join(more)} in training, and here not", stacklevel=4)
+        if note := note_on_other_inputs(model, names, args):
+            warnings.warn(f"-arch {args.arch} {note}", stacklevel=4)
     elif inputs is None:
         try:
             inputs = first_inputs(model, training_samples(args), args)
@@ -92,14 +123,19 @@ def with_one_input(model: nn.Module, args: Namespace, inputs: Any = None) -> nn.
     return Named(model, by_name[0]).eval() if by_name else model
 
 
-def other_inputs(model: nn.Module, names: list[str], args: Namespace) -> list[str]:
-    """Return what `forward` gets in training after its first parameter; [] where the data cannot be read."""
+def note_on_other_inputs(model: nn.Module, names: list[str], args: Namespace) -> str:
+    """Return what `forward` gets, or may get, in training after its first parameter; "" if nothing."""
     others = [name for name in names if name not in loss.TARGETS][1:]
-    if others and not hasattr(model, "main_input_name"):
-        with contextlib.suppress(Exception):  # of any dataset
-            inputs = first_inputs(model, training_samples(args), args)
-            return [name for name in others if isinstance(inputs, Mapping) and name in inputs]
-    return []
+    if not others or hasattr(model, "main_input_name"):
+        return ""
+    try:
+        inputs = first_inputs(model, training_samples(args), args)
+    except Exception as error:  # noqa: BLE001  # of any dataset
+        maybe = [one.name for one in parameters_of(model) if one.name in others and one.default is None]
+        known = f"has an optional {' and '.join(maybe)}: whether training gives it, the data would tell"
+        return f"{known}, and cannot be read ({error})" if maybe else ""  # other defaults are those of options
+    more = [name for name in others if isinstance(inputs, Mapping) and name in inputs]
+    return f"also gets {' and '.join(more)} in training, and here not" if more else ""
 
 
 def is_first(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ colours and kinds of lines suffice; of more than 21 runs the first 21 are drawn.
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Iterable
@@ -155,9 +156,21 @@ def names_without_panel(runs: dict) -> list[str]:
 
 
 def points(lines: list[dict], name: str) -> tuple[list, list]:
-    """Return the steps and values of a metric, without what no axis can show."""
-    found = [(line["step"], line[name]) for line in lines if line.get(name) is not None and abs(line[name]) < LARGEST]
-    return [step for step, _ in found], [value for _, value in found]
+    """Return the steps and values of a metric, without what no axis can show; a step of NaN interrupts the curve.
+
+    That is where the steps go back, as those of a larger -batch_size count more samples.
+    """
+    steps, values = [], []
+    for line in lines:
+        step, value = line["step"], line.get(name)
+        if value is None or abs(value) >= LARGEST:
+            continue
+        if steps and step < steps[-1]:
+            steps.append(math.nan)
+            values.append(value)
+        steps.append(step)
+        values.append(value)
+    return steps, values
 
 
 def legend_of(runs: dict) -> list:

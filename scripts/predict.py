@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -56,9 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-format", choices=FORMATS, help="(by the ending of -o, else table)")
     parser.add_argument("-device", default=default_device(), help="cpu, cuda, cuda:1, mps, ... (%(default)s)")
     args = parser.parse_args(argv)
-    ending = args.o.suffix.lstrip(".") if args.o else ""
-    form = args.format or (ending if ending in FORMATS else "table")
+    ending = args.o.suffix.lower().lstrip(".") if args.o else ""
+    form = args.format or ("table" if ending in ("", "txt") else ending)
     try:
+        if form not in FORMATS:
+            raise UsageError(f"-o {args.o}: give it the ending .csv, .json or .txt, or add -format")
         check_device(args.device)
         network, config_of_run = load_model(args.run, args.device, args.source), flags_of(args.run)
         model = predictor(network, args.run, args.device)
@@ -104,9 +105,9 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
     arch = plugins.load("arch", args.arch)
     model = parallel.build(arch, args).eval().requires_grad_(False)  # seeded, as for the training
-    _, _, others = weights.load_into(str(file), model, whole=True).partition("not used: ")
-    if others:
-        raise UsageError(f"{file}: -arch {args.arch} is another model than the run's: it has no {others}")
+    model_input.load_whole(str(file), model, args.arch)
+    if note := model_input.note_on_classes(Path(file), model_input.classes_of(Path(run))):
+        log.warning("%s", note)
     return model.to(device)
 
 
@@ -131,7 +132,7 @@ def load(
 def predictor(model: nn.Module, run: str | Path, device: str | torch.device) -> Callable[[list], list[dict]]:
     """Return what `load` returns, of a model of `load_model`."""
     args = flags_of(run)
-    names = yaml.safe_load((Path(run) / "config.yaml").read_text())["about"].get("classes", [])
+    names = model_input.classes_of(Path(run))
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
@@ -273,20 +274,29 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
     try:
         if is_image(one):
             return tensor_of(photos.read(one, transform))
-        text = one.read_bytes() if isinstance(one, Path) else one
+        text = read_text(one) if isinstance(one, Path) else one
         if not text:
             raise UsageError("an empty text has no next byte")
         return tensor_of(transform(text))
     except (AttributeError, TypeError) as error:
         if isinstance(one, Path) and not is_image(one):
-            endings = " ".join(IMG_EXTENSIONS)
-            raise UsageError(f"a file {one.suffix or 'without an ending'} is not read (read are {endings})") from None
+            known = f"a file {one.suffix or 'without an ending'} is not read (read are {' '.join(IMG_EXTENSIONS)})"
+            raise UsageError(f"{known}: get_transform takes no text ({type(error).__name__}: {error})") from None
         kind = "images" if is_image(one) else "texts"
         raise UsageError(f"the dataset of this run takes no {kind} ({error})") from None
     except (UsageError, OSError):
         raise
     except Exception as error:  # whatever the dataset's get_transform raises
         raise UsageError(f"get_transform fails: {type(error).__name__}: {error}") from error
+
+
+def read_text(file: Path) -> str | bytes:
+    """Return a file's text, of one that is not in UTF-8 its bytes."""
+    data = file.read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def wrong(rows: list[Row]) -> str:

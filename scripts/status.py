@@ -24,6 +24,7 @@ import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.config import flags
 from lib.utils import files
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import printable
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("-delete", action="store_true", help="remove the old runs in out/.old, after a question")
     parser.add_argument("-wide", action="store_true", help="all columns, and names in full")
-    parser.add_argument("-watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="again and again (2)")
+    parser.add_argument("-watch", nargs="?", **flags.PERIOD, const=2.0, help="again and again, every X seconds (2)")
     args = parser.parse_args(argv)
     if not args.out.is_dir():
         parser.exit(2, f"status.py: {args.out} is no folder: give the one that -out of the runs names\n")
@@ -70,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def delete(old: Path) -> int:
     """List the runs that -reset has moved away, and remove them if the answer is y."""
-    runs = sorted(old.iterdir()) if old.is_dir() else []
+    entries = sorted(old.iterdir()) if old.is_dir() else []
+    runs = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
     if not runs:
         print(f"{old}: no old runs")
         return 0

@@ -2,9 +2,9 @@
 
 Values with commas make a grid (of -optimizer_arg where KEY= follows; -class_weights takes them itself). With -trials
 50, Optuna chooses from such values and from ranges, log:1e-4:1e-2 or lin:0:0.5; a range with whole ends gives whole
-numbers. Only flags that change the result can vary; all others are passed to train.py. A flag of one -arch, -dataset
-or -trainer goes to the trials that have it. Each trial is an ordinary run, named after its flags:
-out/sweep_lr_start_1e-3_arch_mlp. -model gives another name than sweep.
+numbers. Only flags that change the result can vary, without -data, -weights, -best and -stop_after; all others are
+passed to train.py. A flag of one -arch, -dataset or -trainer goes to the trials that have it. Each trial is a run,
+named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model gives another name than sweep.
 
 A line for each trial says how it ended; then come a table, best first, with mean and deviation over the seeds, and
 two pictures: the score against each flag, out/sweep.png, and the curves, out/sweep_curves.png. After Ctrl-C, kill -9
@@ -46,7 +46,7 @@ from lib.config.plugins import BUILDERS
 from lib.config.types import DIGITS, whole
 from lib.launch import environment
 from lib.utils import files, signals
-from lib.utils.checkpoint import atomic, run_folder
+from lib.utils.checkpoint import atomic, resume, run_folder
 from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError, load_optional, printable, run_program
 from scripts import reading, status
 from scripts import sweep_results as results
@@ -54,7 +54,8 @@ from scripts import sweep_results as results
 POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the processes, the metrics, Slurm's queue
 ENOUGH = 3  # finished trials that are needed before one is pruned
 QUEUE = ["squeue", "--me", "-h", "-o", "%j|%Z"]  # shows a user's jobs
-ONE_RUN = ("reset", "eval", "debug", "check_data", "check_resume", "slurm_dry")  # flags that make no sense here
+ONE_RUN = "reset eval debug check_data check_resume slurm_dry allow_change".split()  # flags that make no sense here
+CANNOT_VARY = "-data, -weights, -best and -stop_after"  # change the result, and cannot vary
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -218,19 +219,13 @@ class Plan:
 
     def __init__(self, pairs: list[tuple[str, list[str]]], options):
         self.spaces, self.fixed, self.name = {}, [], "sweep"
-        for name, values in pairs:
-            value = values[0] if len(values) == 1 else ""
-            space = space_of(name, value) if value and name not in flags.rules().free else None
-            if space:
-                self.spaces[name] = space
-            else:
-                self.fixed.append((name, values))
-            self.name = value if name == "model" and value else self.name
+        self._sort(pairs)
         if not self.spaces:
             example = "a range, as -lr_start log:1e-4:1e-2"
             if not options.trials:
                 example = "several values, as -lr_start 1e-3,3e-3"
-            raise UsageError(f"nothing varies: give a flag that changes the result {example}")
+            wrong = f"nothing varies: give a flag that changes the result {example}"
+            raise UsageError(f"{wrong}; {CANNOT_VARY} cannot vary")
         ranges = [name for name, space in self.spaces.items() if space.scale]
         if ranges and not options.trials:
             raise UsageError(f"-{ranges[0]} is a range: add -trials N, how many trials Optuna chooses")
@@ -238,6 +233,9 @@ class Plan:
         self.flags = set().union(*map(flags_of, itertools.product(*self.plugins.values())))
         self.examples = [self.trial(values) for values in self._examples(bool(options.trials))]
         self.args = args = self.examples[0].args
+        for name in [name for name, _ in self.fixed if name in self.spaces]:
+            if not any(isinstance(getattr(one.args, name, ""), list) for one in self.examples):  # no repeatable one
+                raise UsageError(f"-{name} is there twice: give all its values in one list")
         if number := options.only:
             if options.trials or options.show or args.slurm or number > len(self.examples):
                 wrong = f"-only {number}: this grid has {len(self.examples)} trials"
@@ -252,6 +250,19 @@ class Plan:
                 raise UsageError(f"-gpus_per_trial {size} needs -gpus LIST of as many, and no -jobs")
             starts = range(0, len(gpus) - size + 1, size)
             self.slots = [["-gpus", ",".join(gpus[start : start + size])] for start in starts]
+
+    def _sort(self, pairs: list[tuple[str, list[str]]]):
+        """Find the flags that vary, and the name."""
+        for name, values in pairs:
+            value = values[0] if len(values) == 1 else ""
+            space = space_of(name, value) if value and name not in flags.rules().free else None
+            if space and name in self.spaces:
+                raise UsageError(f"-{name} is there twice with several values: give them in one list")
+            if space:
+                self.spaces[name] = space
+            else:
+                self.fixed.append((name, values))
+            self.name = value if name == "model" and value else self.name
 
     def _examples(self, chosen: bool) -> list[dict[str, str]]:
         """Return the values of all trials. If Optuna chooses: enough for each choice and each end of a range."""
@@ -313,11 +324,16 @@ def check_earlier(run: Path, args: config.Args):
     if not (run / "config.yaml").exists():
         return
     saved = vars(config.parse_args(["-cfg", str(run / "config.yaml")], describe=False))
-    may_differ = {*flags.rules().free, *args.allow_change, *(["batch_size"] if args.batch_per_gpu else [])}
+    may_differ = flags.rules().free - {"data", "weights"}  # of a finished run nothing else tells
+    may_differ |= {name for name in resume.SETTLED if getattr(args, name) is None}
+    may_differ |= {"batch_size"} if args.batch_per_gpu else set()
+    may_differ |= {"epochs"} if args.steps else set()  # which are not in the file then
     for flag, value in vars(args).items():
-        if flag not in may_differ and value is not None and saved.get(flag) != value:
-            was = f"{run} was trained with -{flag} {saved.get(flag)} and not {value}"
-            raise UsageError(f"{was}: another -model NAME starts a new sweep")
+        if flag not in may_differ and saved.get(flag) != value:
+            was, now = (
+                f"without -{flag}" if one is None else f"with -{flag} {one}" for one in (saved.get(flag), value)
+            )
+            raise UsageError(f"{run} was trained {was} and not {now}: another -model NAME starts a new sweep")
 
 
 class Study:

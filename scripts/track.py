@@ -2,7 +2,8 @@
 
 train.py -track starts it next to a run, so that no step waits. It reads metrics.jsonl and sends what the tracker
 lacks, also of earlier starts. Steps that are repeated after a resume are not sent again: their figures are the same
-bits. In a pod of Kubeflow's Trainer any tracker also sets the status of the TrainJob.
+bits. Where the steps go back, as after a change of -batch_size, and in a copy of a run, another tracked run begins.
+In a pod of Kubeflow's Trainer any tracker also sets the status of the TrainJob.
 """
 
 import argparse
@@ -49,13 +50,19 @@ class Tracker:
     """Follow the run's metrics.jsonl for a tracker, "wandb", "mlflow" or "kubeflow", until `close`."""
 
     def __init__(self, name: str, folder: Path):
+        self.by_hand = f"scripts/track.py {name} {folder}"
         command = [sys.executable, __file__, name, str(folder), "-parent", str(os.getpid())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the run's
 
     def close(self, finished: bool) -> None:
         """Say how the run ended, and wait a moment until the rest is sent."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it then goes on in the background
+        try:
             self.process.communicate(b"finished" if finished else b"stopped", CLOSE_S if finished else STOP_S)
+        except subprocess.TimeoutExpired:  # it then goes on in the background
+            text = "-track:      still sending: process %d goes on; if it ends before, %s sends the rest"
+            log.info(text, self.process.pid, self.by_hand)
+        if (code := self.process.returncode or 0) < 0:
+            log.warning("-track: signal %d ended its process: %s sends the rest", -code, self.by_hand)
 
 
 def main() -> int:
@@ -111,14 +118,63 @@ def follow(folder: Path, kinds: dict[str, type], parent: int | None) -> bool:
             if not end and os.getppid() != parent:
                 os._exit(1)  # the run was killed: its next start sends the rest
             *lines, text = (text + file.read()).split("\n")  # the last line may be incomplete
+            new = [line for line in map(parse, lines) if line]
             for name, run in [*runs.items()]:
-                new = [(line["step"], new_figures(line, run.sent)) for line in map(parse, lines) if line]
-                attempt(name, functools.partial(run.send, [(step, figures) for step, figures in new if figures]))
+                if last := attempt(name, functools.partial(hand_over, new, run)):
+                    runs[name] = last
             if end:
                 break
         for name, run in [*runs.items()]:
             attempt(name, functools.partial(run.close, end == "finished"))
     return {*runs} == {*kinds}
+
+
+def hand_over(lines: list[dict[str, Any]], run: Any) -> Any:
+    """Send the figures of lines that a tracked run lacks. Returns the run that gets those of the next lines.
+
+    That is a new one where the steps go back.
+    """
+    new = []
+    for line in lines:
+        step, samples = line["step"], line.get("samples", 0)
+        if samples <= run.after:
+            continue
+        if step < run.step:
+            run.send(new)
+            run.close(finished=False)
+            log.info("-track:      the steps go back, as after a change of -batch_size: another tracked run begins")
+            run, new = type(run)(run.folder, after=run.samples), []
+        run.step, run.samples = step, samples
+        if figures := new_figures(line, run.sent):
+            new.append((step, figures))
+    run.send(new)
+    return run
+
+
+class Tracked:
+    """A run at a tracker, and which lines it gets.
+
+    A file in the run's folder keeps its id, the run's name, and `after`: only lines of more samples are its own.
+    """
+
+    def __init__(self, folder: Path, file: str, after: int | None):
+        self.folder, self.name, self.file = folder, folder.resolve().name, folder / file
+        self.known = json.loads(files.read_bytes(self.file)) if after is None and self.file.exists() else {}
+        if (name := self.known.get("run", self.name)) != self.name:
+            text = "-track:      %s is of run %s, and this is a copy: another tracked run begins"
+            log.info(text, self.file, name)
+            self.known = {}
+        self.after: int = self.known.get("after", -1) if after is None else after
+        self.step = self.samples = 0  # of the last line
+        self.sent: dict[str, int] = {}  # the last step of each tag
+
+    def remember(self, **facts: Any) -> None:
+        """Write the file."""
+        partial = self.file.with_suffix(".new")  # the run removes files that end in .partial
+        partial.unlink(missing_ok=True)
+        with partial.open("x") as new:
+            new.write(json.dumps({**facts, "run": self.name, "after": self.after}))
+        partial.replace(self.file)
 
 
 def flags_of(folder: Path) -> dict[str, Any]:
@@ -133,19 +189,18 @@ def new_figures(line: dict[str, Any], sent: dict[str, int]) -> dict[str, float]:
     return {tag: math.nan if value is None else value for tag, value in new.items()}
 
 
-class Wandb:
+class Wandb(Tracked):
     """A run of Weights & Biases. wandb.json has the last step sent of each tag, which W&B offline does not know."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, after: int | None = None):
         import wandb
 
-        self.file = folder / "wandb.json"
+        super().__init__(folder, "wandb.json", after)
         new: dict[str, Any] = {"id": uuid.uuid4().hex, "rows": 0, "sent": {}}
-        known = json.loads(files.read_bytes(self.file)) if self.file.exists() else new
-        self.id, self.rows, self.sent = known["id"], known["rows"], known["sent"]
+        self.id, self.rows, self.sent = ({**new, **self.known}[name] for name in new)
         project = wandb.setup(wandb.Settings(silent=True)).settings.project or "baton"  # silent: no prompt for a key
         settings = wandb.Settings(console="off")
-        names = {"project": project, "name": folder.name, "id": self.id, "resume": "allow"}
+        names = {"project": project, "name": self.name, "id": self.id, "resume": "allow"}
         self.run = wandb.init(**names, config=flags_of(folder), dir=folder, settings=settings)
         self.run.define_metric("*", step_metric="step")  # W&B's own step must only grow: here it counts rows
         log.info("-track:      %s", self.run.url or self.run.dir)
@@ -156,34 +211,30 @@ class Wandb:
             self.run.log({**figures, "step": step}, step=self.rows, commit=True)
             self.rows += 1
             self.sent |= dict.fromkeys(figures, step)
-            partial = self.file.with_suffix(".new")  # the run removes files that end in .partial
-            partial.unlink(missing_ok=True)
-            with partial.open("x") as new:
-                new.write(json.dumps({"id": self.id, "rows": self.rows, "sent": self.sent}))
-            partial.replace(self.file)
+            self.remember(id=self.id, rows=self.rows, sent=self.sent)
 
     def close(self, finished: bool) -> None:
         """End the run."""
         self.run.finish(exit_code=0 if finished else 1)
 
 
-class Mlflow:
+class Mlflow(Tracked):
     """A run of MLflow, whose server knows which points were sent."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, after: int | None = None):
         import mlflow
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it reports each retry
-        self.mlflow, self.client, file = mlflow, mlflow.MlflowClient(), folder / "mlflow.json"
-        if file.exists():
-            self.id = json.loads(files.read_bytes(file))["id"]
+        super().__init__(folder, "mlflow.json", after)
+        self.mlflow, self.client = mlflow, mlflow.MlflowClient()
+        if self.known:
+            self.id = self.known["id"]
             self.client.update_run(self.id, status="RUNNING")
         else:
             experiment = mlflow.set_experiment(MLFLOW_EXPERIMENT_NAME.get() or "baton")
-            self.id = self.client.create_run(experiment.experiment_id, run_name=folder.name).info.run_id
-            with file.open("x") as new:
-                new.write(json.dumps({"id": self.id}))
+            self.id = self.client.create_run(experiment.experiment_id, run_name=self.name).info.run_id
+            self.remember(id=self.id)
             params = [mlflow.entities.Param(flag, str(value)) for flag, value in flags_of(folder).items()]
             self.client.log_batch(self.id, params=params)
         self.sent = {metric.key: metric.step for metric in self.client.get_run(self.id).data.to_proto().metrics}
@@ -201,7 +252,7 @@ class Mlflow:
         self.client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
 
-class Kubeflow:
+class Kubeflow(Tracked):
     """The status of the TrainJob in whose pod this runs: progress, time left and the last figures.
 
     Kubeflow's Trainer, from 2.2 on, says by variables where to send it, if its feature gate TrainJobStatus is on
@@ -212,10 +263,11 @@ class Kubeflow:
     INTERVAL_S = 5.0  # between requests, which the server limits
     TIMEOUT_S = 3.0
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, after: int | None = None):
         if self.URL not in os.environ:
             raise RuntimeError(f"there is no {self.URL}: Trainer 2.2 sets it, with its feature gate TrainJobStatus")
-        self.folder, self.sent, self.figures = folder, {}, {}
+        super().__init__(folder, "kubeflow.json", after)  # which is never there
+        self.figures: dict[str, str] = {}
         self.is_due, self.next, self.said = True, 0.0, ""
         log.info("-track:      the status of the TrainJob")
 

@@ -17,6 +17,7 @@ from lib.utils.errors import UsageError, suggest
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
 LOWER_IS_BETTER = "loss logloss nll bits mae mse rmse msle mape error errors perplexity ppl wer cer eer fid ece"
+LOWER_IS_BETTER += " brier err kl nrmse rmsle smape entropy crossentropy distance lpips"
 COUNT = "\0count"  # after a metric's name: the sum of its counts
 
 
@@ -76,8 +77,7 @@ class Sums:
 
     def reduce(self) -> Any:
         """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
-        totals = self.pending()
-        self.terms = {}
+        totals, self.terms = self.pending(), {}
         return {name: math.fsum(terms) for name, terms in totals.items()}
 
     def pending(self) -> dict[str, list[float]]:

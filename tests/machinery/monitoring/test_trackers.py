@@ -21,6 +21,8 @@ import runs
 from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as Request
 from processes import python, session, until
 
+from scripts import track
+
 SECRET = "3f" * 20
 NEEDS = "needs uv pip install -r pyproject.toml --group track"
 
@@ -200,7 +202,26 @@ def test_a_trainjob_shows_progress_time_left_and_the_last_figures(start, tmp_pat
     assert {one["name"]: one["value"] for one in sent[-1]["metrics"]} == last
 
 
-def test_a_tracker_that_is_not_there_gives_one_warning(tmp_path):
+def test_a_tracker_that_is_not_there_or_is_killed_gives_one_warning(tmp_path, caplog, monkeypatch):
     (tmp_path / "metrics.jsonl").touch()
     output = python("scripts/track.py", "kubeflow", tmp_path, code=1)
     assert output.startswith("-track: nothing more is sent to kubeflow (there is no KUBEFLOW_TRAINER_SERVER_URL: ")
+    for seconds, message in ((0, "goes on; if it ends"), (9, "signal 9 ended its process")):
+        monkeypatch.setattr(track, "CLOSE_S", seconds)
+        tracker = track.Tracker("kubeflow", tmp_path)
+        os.kill(tracker.process.pid, signal.SIGKILL if seconds else 0)
+        tracker.close(finished=True)
+        assert message in caplog.text
+
+
+def test_a_larger_batch_and_a_copied_folder_begin_another_tracked_run(tmp_path):
+    class Kept(track.Tracked):
+        def __init__(self, folder, after=None):
+            super().__init__(folder, "kept.json", after)
+            self.send, self.close = lambda lines: kept.append([step for step, _ in lines]), self.remember
+
+    kept, lines = [], [{"step": 1 + n % 2, "samples": 8 * n, "train/loss": 1.0} for n in range(4)]
+    track.hand_over(lines[:3], Kept(tmp_path)).remember()
+    track.hand_over(lines, Kept(tmp_path))
+    after = Kept(tmp_path).after, Kept(tmp_path.rename(tmp_path.with_name("copy"))).after
+    assert (kept, after) == ([[1, 2], [1], [1, 2]], (8, -1))

@@ -52,7 +52,7 @@ def test_every_source_gives_its_weights(trained_run, tmp_path, capsys):
     run_export(trained_run)
     small, best = (load_file(trained_run / file) for file in ("small.safetensors", "best/weights.safetensors"))
     assert same_tensors(small, best)
-    run_export(trained_run, "-format", "torch", "-from", "final")
+    run_export(trained_run, "-o", trained_run / "small.pt", "-from", "final")
     assert same_tensors(torch.load(trained_run / "small.pt", weights_only=True), final)
     assert capsys.readouterr().err.count("not exported are trainer.average") == 2, "of the two checkpoints"
 
@@ -152,6 +152,7 @@ def test_an_export_that_differs_from_the_model_is_refused_with_what_to_do(traine
         export.check(export.Exportable(model, torch.zeros(2, 4), {}, {}), wrong)
     with pytest.raises(UsageError, match=r"cannot be exported .ValueError: no more.; -fixed N"):
         export.exported(lambda *_: exec("raise RuntimeError from ValueError('no\\nmore')"), made)
+    assert ".onnx is the ending of -format onnx" in script_error(export, trained_run, "-o=x.onnx", "-format=torch")
     assert "-pixels is for -format onnx" in script_error(export, trained_run, "-pixels")
     infinite = torch.tensor([1.0, -torch.inf])
     assert export.is_close(infinite, infinite) and not export.is_close(infinite + 0.1, infinite)

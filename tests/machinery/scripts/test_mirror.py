@@ -73,6 +73,18 @@ def test_a_damaged_copy_is_passed_over(copied, tmp_path, refused):
     assert "no good checkpoint is left" in refused(flags) and not (tmp_path / NAME / "checkpoints").exists()
 
 
+def test_an_odd_name_stays_here_and_a_damaged_manifest_is_refused(copy, tmp_path, capsys, script_error):
+    url, back = f"file://{tmp_path}/there", tmp_path / "back" / copy.name
+    (copy / "logs" / "a b.log").touch()
+    assert mirror.main([str(copy), url]) == 0 and "a b.log is not copied" in "".join(capsys.readouterr())
+    assert [mirror.main([url, str(back)]) for _ in range(2)] == [0, 0] and saves.names(back) == saves.names(copy)
+    assert f"newer checkpoint than {back}" in capsys.readouterr().out and mirror.name_of(Path()) == Path.cwd().name
+    next((tmp_path / "there" / copy.name).glob("manifest.*")).write_text("{")
+    assert ".json is damaged: -reset" in script_error(mirror, url, tmp_path / "new" / copy.name)
+    mirror.Place(url, "early").claim("a run")
+    assert "has no whole checkpoint yet" in script_error(mirror, url, tmp_path / "early")
+
+
 def test_two_runs_at_one_place_are_noticed(copied, tmp_path, refused):
     flags = f"{saves.SMALL} -save_every 1steps -seed 1"
     run(tmp_path, f"{flags} -limit_steps 2", wanted=75)

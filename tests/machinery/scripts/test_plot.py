@@ -31,6 +31,7 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
         marked = [line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() == "v"]
         assert marked == [27], "one mark where the second run resumed"
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert str(plot.points([{"step": step, "x": 1.0} for step in (1, 2, 1)], "x")[0]) == "[1, 2, nan, 1]"
     assert legend == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
 
 

@@ -51,7 +51,7 @@ def predictions(capsys, *args) -> str:
     return "".join(capsys.readouterr())
 
 
-def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_path, capsys, monkeypatch):
+def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_path, capsys, caplog, monkeypatch):
     run(trained_run.parent, f"{PHOTOS} -data {photos} -model photos -eval")
     accuracy = json.loads((trained_run / "eval.json").read_text())["val"]["accuracy"]
     moved = shutil.copytree(photos / "val", tmp_path / "val")
@@ -59,7 +59,7 @@ def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_
     monkeypatch.setattr(predict, "BATCH", 7)
     try:
         said = predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.csv")
-        predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.json")
+        predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.JSON")
         table = predictions(capsys, trained_run, moved / "dark" / "3.png", "-device", "cpu")
     finally:
         hidden.rename(photos)
@@ -73,7 +73,7 @@ def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_
         shares = {name: float(row[name]) for name in ("dark", "grey", "light")}
         assert sum(shares.values()) == pytest.approx(1, abs=1e-5) and f"/{row['folder']}/" in row["file"]
         assert float(row["probability"]) == shares[row["class"]] == max(shares.values())
-    others = json.loads((tmp_path / "answers.json").read_text())
+    others = json.loads((tmp_path / "answers.JSON").read_text())
     assert [{name: str(value) for name, value in one.items()} for one in others] == rows
     first = next(row for row in rows if row["file"].endswith("dark/3.png"))
     assert table.startswith(first["file"]) and f"{first['class']} {float(first['probability']):.4f}" in table
@@ -81,7 +81,13 @@ def test_val_images_are_predicted_as_in_the_evaluation(photos, trained_run, tmp_
     assert values == pytest.approx({name: float(first[name]) for name in values}, abs=1e-6)
     model = predict.load_model(trained_run)
     assert not model.training and not any(one.requires_grad for one in model.parameters())
+    other = shutil.copytree(trained_run, tmp_path / "other")
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("dark", "dusk"))
+    predict.load_model(trained_run, source=other / "best" / "weights.safetensors")
+    assert "its classes are ['dusk', 'grey', 'light'], and here they are ['dark'" in caplog.text
     image = torch.randn(3, 16, 16)  # a tensor is taken as the model gets it
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().partition("about:")[0])
+    assert [*predict.load(other)([image])[0]] == ["0", "1", "2"]
     shares = predict.load(trained_run)([image])[0].values()
     assert model(image[None]).softmax(1)[0].tolist() == pytest.approx([*shares], abs=1e-6)
 
@@ -100,6 +106,7 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys, caplog, sc
     assert line.startswith("mnomno") and ".. " in line and len(line) < 120
     answer = predict.load(folder)
     assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"]), *answer([])], "of other lengths"
+    assert "-o x.tsv: give it the ending .csv, .json or .txt" in script_error(predict, folder, "-o", "x.tsv")
     assert "an empty text" in script_error(predict, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
     for step in ("a training_step", "an evaluation_step"):
@@ -138,12 +145,14 @@ def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp
     assert list(faults) == [*"a.jpg b.jpg c.png d.jpg e.png f.png g\\udcff\\x1b.jpg missing.png note.txt".split()]
     assert [name for name, fault in faults.items() if not fault] == ["a.jpg", "d.jpg", "e.png", "g\\udcff\\x1b.jpg"]
     assert "truncated" in faults["b.jpg"] and "300000000 pixels" in faults["c.png"]
-    assert "no such file" in faults["missing.png"] and "a file .txt is not read (read are .jpg" in faults["note.txt"]
+    assert "no such file" in faults["missing.png"]
+    assert re.match(r"a file .txt is not read \(read are .jpg .* takes no text \(AttributeError", faults["note.txt"])
     assert [row["class"] for row in rows if not row["error"]] == ["light"] * 4
     assert len(json.loads((tmp_path / "x.json").read_text())) == 2
     assert len((tmp_path / "x.table").read_text().splitlines()) == 2
     [row] = predict.answers(lambda image: image.size[5] / 0, None, [folder / "a.jpg"])
     assert row.fault == "get_transform fails: IndexError: tuple index out of range"
+    assert [type(predict.read_text(one)) for one in (tmp_path / "note.txt", folder / "b.jpg")] == [str, bytes]
 
 
 def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
@@ -179,11 +188,15 @@ def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, mo
         assert torch.initial_seed() == 5, "the generator is the caller's"
         monkeypatch.setattr(dataset, "get_dataset", lambda args: [])
         assert "forward takes its input as prior or image, and the data" in script_error(predict, folder)
-        monkeypatch.setattr(dataset, "get_dataset", lambda args: {"train": [{**row, "more": 0} for row in rows]})
         monkeypatch.setattr(Late, "forward", lambda self, image, more=None: None)
-        with pytest.warns(UserWarning, match="also gets more in training"):
-            predict.load(folder)
+        more = [{**row, "more": 0} for row in rows]
+        for get, message in ((lambda args: {"train": more}, "also gets more"), (None, "optional more: .* be read")):
+            monkeypatch.setattr(dataset, "get_dataset", get)
+            with pytest.warns(UserWarning, match=message):
+                predict.load(folder)
         monkeypatch.setattr(Late, "forward", lambda self, image, labels: None)
         assert "forward needs labels, and here it has one input" in script_error(predict, folder)
     with plugins(arch={"late": lambda args: torch.nn.Linear(64, 4, bias=False)}, dataset={"rows": None}):
-        assert "-arch late is another model than the run's: it has no bias" in script_error(predict, folder)
+        assert "-arch late is another model than that of these weights: it has no bias" in script_error(
+            predict, folder
+        )

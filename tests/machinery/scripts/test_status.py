@@ -55,6 +55,7 @@ def test_old_runs_are_deleted_only_after_confirmation(answer, gone, tmp_path, mo
     old = tmp_path / ".old" / "x-20260101-120000-abcdef"
     old.mkdir(parents=True)
     (old / "file").write_bytes(bytes(2_000_000))
+    (old.parent / ".DS_Store").touch()
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     assert status.main([str(tmp_path), "-delete"]) == 0
     assert "x-20260101-120000-abcdef  0.002 GB" in capsys.readouterr().out

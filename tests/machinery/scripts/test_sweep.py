@@ -13,6 +13,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from command_line import parsed, usage_error
 from processes import CLEAN, session, until
 from runs import distance, outcome, run
 
@@ -148,12 +149,12 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         ("-lr_start log:0:1 -trials 3", "two rising numbers"),
         ("-lr_end 1e-6,1 -lr_start 1e-3", "-lr_end 1.0 is above -lr_start"),
         ("-seed 1,2 -reset", "-reset is for a single run"),
+        ("-seed 1,2 -allow_change seed", "-allow_change is for a single run"),
+        ("-seed 1,2 -seed 3,4", "-seed is there twice with several values"),
+        ("-seed 1,2 -seed 3", "-seed is there twice: give all its values"),
         ("-seed 1,2 -gpus 0,1 -gpus_per_trial 3", "-gpus_per_trial 3 needs"),
         ("-seed 1,2 -only 3", "-only 3: this grid has 2 trials"),
-        (
-            "-arch convnet,resnet -mlp_width 8,16",
-            "unknown flag -mlp_width: a plugin's flag needs its -arch, -dataset or -trainer",
-        ),
+        ("-arch convnet,resnet -mlp_width 8,16", "unknown flag -mlp_width: a plugin's flag needs its -arch, "),
         ("mlp -seed 1,2", "belongs to no flag"),
         ("-seed 1,2 -slurm", "-slurm: squeue does not answer: no controller"),
         ("-seed lin:1:9 -trials 3", "-trials needs Optuna: uv pip"),
@@ -168,6 +169,13 @@ def test_wrong_flags_are_refused_in_one_line_before_the_first_trial(flags, messa
     assert not output.out and not list(tmp_path.glob("out/*"))
 
 
+def test_a_trial_with_other_data_or_without_a_flag_is_of_another_sweep(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: a\noverfit: 9\nthreads: 3\n")
+    sweep.check_earlier(tmp_path, parsed("-data a -overfit 9"))
+    for flags in ("-data a", "-data b -overfit 9", "-data a -overfit 9 -weights w"):
+        assert "another -model NAME starts a new" in usage_error(sweep.check_earlier, tmp_path, parsed(flags))
+
+
 def test_a_flag_of_one_arch_is_for_its_trials_alone():
     flags = "-arch mlp,convnet -mlp_width 8,16 -mlp_depth 2 -seed 1,2"
     trials = plan_of(flags).examples
@@ -177,6 +185,7 @@ def test_a_flag_of_one_arch_is_for_its_trials_alone():
     assert [one.values for one in plan_of(f"{flags} -only 6").examples] == [trials[5].values]
     spaces = plan_of("-optimizer_arg betas=0.9,0.9,betas=0.5,0.9,eps=1e-6 -class_weights 1,2,3,4,5,6,7,8,9,10").spaces
     assert spaces.keys() == {"optimizer_arg"} and spaces["optimizer_arg"].values[1:] == ["betas=0.5,0.9", "eps=1e-6"]
+    assert plan_of("-optimizer_arg eps=1e-6 -optimizer_arg betas=0.9,0.9,betas=0.5,0.9").count == 2
     chosen = [one.values for one in plan_of("-trials 9 -mlp_width lin:8:16 -arch convnet,mlp").examples]
     assert chosen == [{"arch": "convnet"}, *({"mlp_width": width, "arch": "mlp"} for width in ("8", "16"))]
 

@@ -111,6 +111,8 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
         messages = {f"-weights {weights}": "lacks 6.", "": "lacks 6.", "-model nothing": "neither best nor final"}
         for flags, message in messages.items():
             assert message in refused(f"{FLAGS} -eval {flags}")
+    with plugins(arch={"norm_net": lambda args: norm_net(args)[:5]}):
+        assert "another model than that of these weights: it has no 5.bias" in refused(f"{FLAGS} -eval")
     assert not (folder / "eval.json").exists()
 
 
@@ -121,7 +123,7 @@ def test_eval_names_weights_for_other_classes(parts, tmp_path, capfd):
     with plugins(dataset={"cats": named("cat", "dog"), "apes": named("ape", "cat")}):
         folder = run(tmp_path, FLAGS.replace("few", "cats"))
         run(tmp_path, f"{FLAGS.replace('few', 'apes').replace('-model run', '-model other')} -eval -weights {folder}")
-    assert "are for the classes ['cat', 'dog'], and the data has ['ape', 'cat']" in capfd.readouterr().out
+    assert "its classes are ['cat', 'dog'], and here they are ['ape', 'cat']" in capfd.readouterr().out
 
 
 def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
