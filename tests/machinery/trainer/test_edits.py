@@ -13,7 +13,7 @@ import typing
 import numpy as np
 import pytest
 import torch
-from runs import distance, lines, outcome, plugins, run, same_tensors, weights
+from runs import distance, lines, norm_net, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
@@ -41,6 +41,12 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 @pytest.fixture(scope="module")
 def plain(small_plugins, tmp_path_factory):
     return weights(run(tmp_path_factory.mktemp("plain"), f"{FLAGS} -cpu 1"))
+
+
+def edited(out, flags, edit=trainer.Trainer, net=norm_net, by=run, **options):
+    """Train with this trainer and network, by a function of these arguments: run, refused, same_bits_everywhere."""
+    with plugins(trainer={"edit": edit}, arch={"edit": net}):
+        return by(out=out, flags=f"{FLAGS} -trainer edit -arch edit {flags}", **options)
 
 
 def plain_net(args=None):
@@ -81,20 +87,6 @@ class EvaluatesInBetween(trainer.Trainer):
         return {**super().compute_metrics(outputs, targets), "sure": outputs.softmax(1).amax(1), "recall": recall}
 
 
-class CountsInGroup(torch.optim.AdamW):
-    """Keeps numbers in its groups and its state, as optimizers with a schedule of their own do."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = 0.01 / group["k"]
-        super().step(closure)
-        for memory in self.state.values():
-            memory["calls"] = memory.get("calls", 0) + 1
-            memory.setdefault("basis", torch.arange(6.0).view(3, 2).t())  # its columns lie together, as those of a QR
-            assert memory["calls"] == self.param_groups[0]["k"] and memory["basis"].stride() == (1, 2)
-
-
 class Around(torch.optim.Optimizer):
     """An optimizer around another, which has the state; only its state_dict has a number of its own."""
 
@@ -123,16 +115,6 @@ class DrawsAnywhere(trainer.Trainer):
         super().train_step((part, noisy(batch, scale)) for part, batch in batches)
 
 
-class LogsWeights(trainer.Trainer):
-    def training_step(self, batch):
-        self.log_scalar("in_pass", self.model[1].weight.norm())
-        return super().training_step(batch)
-
-    def optimizer_step(self):
-        self.log_scalar("norm", self.model[1].weight.norm())
-        return super().optimizer_step()
-
-
 class CopiedAverage(ema.Trainer):
     """Evaluates the average by copies of the weights, as most trainers do, and not by an exchange."""
 
@@ -146,7 +128,7 @@ class CopiedAverage(ema.Trainer):
 
 
 class HalfMomentum(torch.optim.Optimizer):
-    """Keeps its momentum in 16 bits, its scale in 64, and a count that belongs to no parameter."""
+    """Keeps its momentum in 16 bits, its scale in 64, numbers in its groups and its state, and a count of its own."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": None})
@@ -156,24 +138,16 @@ class HalfMomentum(torch.optim.Optimizer):
     def step(self, closure=None):
         self.state["all"]["steps"] += 1
         for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
             for one in group["params"]:
                 memory = self.state[one]
                 last = memory.get("momentum", torch.zeros_like(one)).float()
                 scale = memory.get("scale", [torch.zeros((), dtype=torch.float64)])[0]
                 memory["momentum"], memory["scale"] = (0.9 * last + one.grad).bfloat16(), [scale + 1 / 3]
+                memory["calls"] = memory.get("calls", 0) + 1
+                memory.setdefault("basis", torch.arange(6.0).view(3, 2).t())  # its columns lie together, as a QR's
+                assert memory["calls"] == group["k"] and memory["basis"].stride() == (1, 2)
                 one -= 0.01 / scale.clamp_min(1).float() * memory["momentum"].float()
-
-
-class Regroups(trainer.Trainer):
-    """Takes away its first group after an epoch, and moves a bias to a new one after another."""
-
-    def on_epoch_end(self):
-        groups = self.optimizer.param_groups
-        if self.state.epoch == 1:
-            for one in groups.pop(0)["params"]:
-                del self.optimizer.state[one]
-        if self.state.epoch == 2:
-            self.optimizer.add_param_group({"params": [groups[0]["params"].pop()], "lr": 0.01})
 
 
 class Merges(nn.Linear):
@@ -223,10 +197,6 @@ class Distils(trainer.Trainer):
         return self.loss(outputs, batch[1]) + (outputs - wanted).square().mean()
 
 
-OwnSchedule = with_change(  # an optimizer that keeps its own schedule
-    lambda self: setattr(self, "optimizer", CountsInGroup(self.model.parameters())),
-    overriding(set_learning_rate=lambda self: None),
-)
 Plateau = with_change(  # lowers the rate when the validation does not get better
     lambda self: setattr(self, "plateau", ReduceLROnPlateau(self.optimizer, factor=0.1, patience=0, threshold=9.0)),
     overriding(
@@ -245,15 +215,14 @@ FROZEN_LATE = with_change(  # as a GAN's critic is before the backward pass
     acting("backward", lambda self, *_: self.model.requires_grad_(False)),
 )
 NOISE = acting("optimizer_step", lambda self: [p.grad.add_(torch.randn_like(p) / 99) for p in self.trained])
-EDITS = (OwnStep, HALVES_RATE, NOISE, EvaluatesInBetween, Plateau, OwnSchedule, FROZEN_NORM, Distils)
-EDITS += (FROZEN_LATE, HALF_STATE, Regroups, ADAGRAD, DrawsAnywhere, overriding(training_step=in_turn))
+EDITS = (OwnStep, HALVES_RATE, NOISE, EvaluatesInBetween, Plateau, FROZEN_NORM, Distils)
+EDITS += (FROZEN_LATE, HALF_STATE, ADAGRAD, DrawsAnywhere, overriding(training_step=in_turn))
 EDITS += (with_change(bool, ema.Trainer),)  # it lacks a flag
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, plain, tmp_path):
-    with plugins(trainer={"edit": edit}):
-        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer edit -train_metrics")
+    alone = edited(tmp_path, "-train_metrics", edit, by=same_bits_everywhere)
     assert same_tensors(weights(alone), plain) == (edit in (EvaluatesInBetween, FROZEN_LATE))
     last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
     assert edit is not OwnStep or last == pytest.approx(1e-6), "it follows the schedule"
@@ -264,14 +233,14 @@ def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit
 
 
 def test_a_layer_that_merges_weights_in_evaluations_is_trained_after_them(tmp_path):
-    with plugins(arch={"merging": lambda args: nn.Sequential(nn.Flatten(), Merges(64, 4))}):
-        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -arch merging")
+    net = lambda args: nn.Sequential(nn.Flatten(), Merges(64, 4))  # noqa: E731
+    alone = edited(tmp_path, "", net=net, by=same_bits_everywhere)
     first, last = (tensors(one)["model.1.more"] for one in sorted((alone / "checkpoints").iterdir()))
     assert (first != last).all()
 
 
 class OwnRates(trainer.Trainer):
-    """Has an optimizer and a group with own rates, and groups that come later with a layer that was frozen."""
+    """Has an optimizer and a group with own rates; a group goes later, others come with a layer that was frozen."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -279,8 +248,13 @@ class OwnRates(trainer.Trainer):
         groups = [{"params": self.model[5].weight}, {"params": self.model[2].weight, "lr": 0.02}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.2)
 
+    def on_epoch_end(self):
+        if self.state.epoch == 1:
+            for one in self.optimizer.param_groups.pop(0)["params"]:
+                del self.optimizer.state[one]
+
     def train_epoch(self):
-        if self.state.epoch >= 1 and len(self.optimizer.param_groups) == 2:
+        if self.state.epoch >= 1 and len(self.optimizer.param_groups) == 1:
             self.model[1].requires_grad_(True)
             self.optimizer.add_param_group({"params": self.model[1].weight, "lr": 0.05})
             self.optimizer.add_param_group({"params": self.model[5].bias})
@@ -308,8 +282,7 @@ def test_a_method_that_nothing_calls_and_a_loss_that_micro_batches_change_are_na
     monkeypatch.setattr(check_plugins, "OURS", re.compile(".*/tests/"))
     net = type("Net", (nn.Sequential,), {f"configure_{'optimizers'}": lambda self: None})
     inherits = type("Inherits", (Habit,), {"training_step": lambda self, batch: self.model(batch[0]).mean()})
-    with plugins(trainer={"habit": inherits}, arch={"net": lambda args: net(*plain_net())}):
-        said = log_of(run(tmp_path, f"{FLAGS} -trainer habit -arch net -cpu 1 -train_metrics"))
+    said = log_of(edited(tmp_path, "-cpu 1 -train_metrics", inherits, lambda args: net(*plain_net())))
     assert re.findall(r"nor lib calls (\w+)", said) == [f"configure_{'optimizers'}", f"on_evaluation{'s'}"]
     assert f"on_evaluation{'s'}, of the trainer or the model (do you mean on_evaluation" in said
     assert re.findall(r"(\w+.py), line \d+: a mean over class weights changes", said) == ["test_edits.py"]
@@ -356,10 +329,10 @@ def test_what_a_pass_takes_from_the_one_before_is_found():
 
 
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(tmp_path, caplog):
-    with plugins(trainer={"shadow": type("Shadow", (Distils,), {"evaluate": evaluate_teacher})}):
-        folder = run(tmp_path, f"{FLAGS} -trainer shadow -cpu 1")
-        assert log_of(folder).count("evaluate() measures other weights than are kept") > 1, "for best/ and final/"
-        run(tmp_path, f"{FLAGS} -trainer shadow -cpu 1 -eval")
+    shadow = type("Shadow", (Distils,), {"evaluate": evaluate_teacher})
+    said = log_of(edited(tmp_path, "-cpu 1", shadow))
+    assert said.count("evaluate() measures other weights than are kept") > 1, "for best/ and final/"
+    edited(tmp_path, "-cpu 1 -eval", shadow)
     assert "trainer.teacher" in caplog.text
 
 
@@ -374,21 +347,23 @@ def test_best_weights_are_evaluated_as_they_are_however_a_trainer_takes_its_aver
     assert found == found[:1] * 4
 
 
-@pytest.mark.parametrize("name", ["train/norm", "train/in_pass"])
-def test_the_norm_of_a_sharded_weight_is_logged(name, tmp_path):
-    with plugins(trainer={"logs": LogsWeights}, arch={"plain": plain_net}):
-        flags = f"{FLAGS} -arch plain -trainer logs"
-        found = [lines(run(tmp_path, f"{flags} {more}")) for more in ("-cpu 1 -model one", "-cpu 2 -parallel fsdp")]
-    one, two = ([line[name] for line in lines_ if name in line] for lines_ in found)
-    assert one and one == pytest.approx(two, rel=1e-5)
+def test_the_norm_of_a_sharded_weight_is_logged(tmp_path):
+    starts = ("-cpu 1 -model one", "-cpu 2 -parallel fsdp")
+    in_pass = acting("training_step", lambda self, _: self.log_scalar("in_pass", self.model[1].weight.norm()))
+    in_step = acting("optimizer_step", lambda self: self.log_scalar("norm", self.model[1].weight.norm()))
+    logs = type("LogsWeights", (in_pass, in_step), {})
+    found = [lines(edited(tmp_path, flags, logs, plain_net)) for flags in starts]
+    for name in ("train/norm", "train/in_pass"):
+        one, two = ([line[name] for line in logged if name in line] for logged in found)
+        assert one and one == pytest.approx(two, rel=1e-5), name
 
 
 def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
-    with plugins(trainer={"own": OwnRates}):
-        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0 -save_every 1steps")
+    flags = "-lr_start 0.1 -lr_end 0 -save_every 1steps"
+    alone = edited(tmp_path, flags, OwnRates, by=same_bits_everywhere)
     groups = state.decode(state.read_manifest(alone / "checkpoints" / names(alone)[0])["states"]["optim"][1], {})
     scales = [group["lr_ratio"] * group.get("lr_scale", 1.0) for group in groups]
-    assert scales == pytest.approx([2.0, 0.2, 0.5, 2.0, 0.2]) and "lr_scale" not in groups[0]
+    assert scales == pytest.approx([0.2, 0.5, 2.0, 0.2]) and "lr_scale" not in groups[0]
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0
 
 
@@ -425,10 +400,9 @@ class Zeroed(trainer.Trainer):
 def test_saves_around_evaluations_are_of_the_weights_before_or_after_them(method, tmp_path, monkeypatch):
     monkeypatch.setattr(Zeroed, "stops", True)
     kind = type("Kind", (Zeroed,), {method: lambda self, *given: self.zeroed(method, *given)})
-    with plugins(trainer={"zeroed": kind}, arch={"plain": plain_net}):
-        flags = f"{FLAGS} -arch plain -trainer zeroed -cpu 1 -eval_every 3steps -save_every 9epochs"
-        folders = [run(tmp_path, f"{flags} -model stopped", wanted=75) and run(tmp_path, f"{flags} -model stopped")]
-        folders += [run(tmp_path, flags)]
+    flags = "-cpu 1 -eval_every 3steps -save_every 9epochs"
+    edited(tmp_path / "stopped", flags, kind, plain_net, wanted=75)
+    folders = [edited(out, flags, kind, plain_net) for out in (tmp_path / "stopped", tmp_path)]
     saved = [state.read_manifest(folders[1] / "checkpoints" / name)["state"] for name in names(folders[1])]
     assert [(one["step"], one["evaluated"]) for one in saved] == [(8, True), (6, True), (4, True), (3, True)]
     assert same_tensors(*map(weights, folders)) and outcome(folders[1])["reason"].startswith("is_done()")
@@ -438,8 +412,7 @@ def test_an_evaluation_has_no_padding_the_numbers_of_its_samples_and_the_threads
     def act(self, model, batch, count):
         assert count == len(batch[0]) == len(self.micro_batch.indices) and torch.get_num_threads() == 2
 
-    with plugins(trainer={"own": acting("evaluation_step", act)}):
-        run(tmp_path, f"{FLAGS} -trainer own -cpu 3 -overfit 8 -threads 2")
+    edited(tmp_path, "-cpu 3 -overfit 8 -threads 2", acting("evaluation_step", act))
 
 
 class Scaled(nn.Module):
@@ -457,10 +430,9 @@ def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatc
     saved = tensors(alone / "checkpoints" / names(alone)[0])
     assert not torch.equal(saved["trainer.loss.scale"], torch.ones(4))
     assert saved["optim.trainer.loss.scale.exp_avg"].abs().sum() > 0
-    with plugins(arch={"plain": plain_net}):
-        for more in ("-deterministic no", "-parallel fsdp -clip_grad 0.5"):
-            both, one = (run(tmp_path, f"{FLAGS} {more} -arch plain -cpu {n} -model {more[1]}{n}") for n in (2, 1))
-            assert distance(both, one) < ROUNDING
+    for more in ("-deterministic no", "-parallel fsdp -clip_grad 0.5"):
+        both, one = (edited(tmp_path, f"{more} -cpu {n} -model {more[1]}{n}", net=plain_net) for n in (2, 1))
+        assert distance(both, one) < ROUNDING
 
 
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"weight": torch.ones(4)}])
@@ -495,10 +467,8 @@ ALONE = with_change(lambda self: setattr(self, "optimizer", torch.optim.AdamW(se
 def test_gradients_that_no_optimizer_uses_are_named(engine, tmp_path, caplog):
     waits = overriding(optimizer_step=lambda self: torch.zeros(()))
     sums = overriding(due_optimizers=lambda self: self.all_optimizers if self.state.step % 2 else [])
-    edits = {"forgotten": Forgotten, "alone": ALONE, "bare": BARE, "waits": waits, "sums": sums}
-    with plugins(trainer=edits, arch={"plain": plain_net}):
-        for name in edits:
-            run(tmp_path, f"{FLAGS} -arch plain -trainer {name} -cpu 1 -model {name} {engine}")
+    for number, edit in enumerate((Forgotten, ALONE, BARE, waits, sums)):
+        edited(tmp_path, f"-cpu 1 -model edit_{number} {engine}", edit, plain_net)
     for named in ("trainer.scale (1 in all)", "1.weight (2 in all)", "trainer.layer.weight (2 in all)"):
         assert f"no optimizer trains {named}, which has a gradient" in caplog.text
     assert caplog.text.count("optimizer_step lets no optimizer step") == 6
@@ -522,17 +492,15 @@ def with_buffer(made):
         (nn.UninitializedParameter(), "1.mask has no values yet"),
     ],
 )
-def test_tensors_that_no_checkpoint_can_hold_are_refused_by_name(made, message, cpu, refused):
-    with plugins(arch={"odd": lambda args: with_buffer(made)}):
-        assert message in refused(f"{FLAGS} -arch odd -cpu {cpu}")
+def test_tensors_that_no_checkpoint_can_hold_are_refused_by_name(made, message, cpu, tmp_path, refused):
+    assert message in edited(tmp_path, f"-cpu {cpu}", net=lambda args: with_buffer(made), by=refused)
 
 
 @pytest.mark.parametrize("made", [None, torch.zeros(0), torch.zeros(4, dtype=torch.bool)])
-def test_a_buffer_that_takes_another_shape_or_type_in_a_pass_is_refused_before_a_save(made, refused):
+def test_a_buffer_that_takes_another_shape_or_type_in_a_pass_is_refused_before_a_save(made, tmp_path, refused):
     model = with_buffer(made)
     model.register_forward_pre_hook(lambda net, _: setattr(net[1], "mask", torch.zeros(4)))
-    with plugins(arch={"fills": lambda args: model}):
-        said = refused(f"{FLAGS} -arch fills -cpu 1")
+    said = edited(tmp_path, "-cpu 1", net=lambda args: model, by=refused)
     assert "model.1.mask was" in said and "and is ['F32', [4]]: no start could continue" in said
 
 
@@ -543,18 +511,17 @@ def unused_net(args):
 
 
 def test_parameters_that_no_gradient_reaches_are_named_once(tmp_path):
-    with plugins(arch={"unused": unused_net}):
-        said = log_of(run(tmp_path, f"{FLAGS} -arch unused -cpu 2"))
+    said = log_of(edited(tmp_path, "-cpu 2", net=unused_net))
     assert said.count("no step has trained 1.idle.weight (2 in all): no gradient reached it") == 1
 
 
-def test_a_model_that_ddp_or_fsdp_cannot_train_is_one_line(refused):
-    for odd in (nn.Embedding(4, 4, max_norm=1.0), nn.EmbeddingBag(4, 4, sparse=True), nn.SyncBatchNorm(4)):
-        with plugins(arch={"odd": lambda args, odd=odd: nn.Sequential(nn.Flatten(), odd)}):
-            assert "1: max_norm, sparse=True, scale_grad_by_freq" in refused(f"{FLAGS} -arch odd -cpu 2")
-    with plugins(arch={"unused": unused_net, "scripted": lambda args: torch.jit.script(nn.Linear(4, 4))}):
-        assert "torch.jit.script hides what a module has" in refused(f"{FLAGS} -arch scripted -cpu 1")
-        assert "the parameter 1.idle.weight (2 in all): add -find_unused" in refused(f"{STOCK} -arch unused")
+def test_a_model_that_ddp_or_fsdp_cannot_train_is_one_line(tmp_path, refused):
+    odd = (nn.Embedding(4, 4, max_norm=1.0), nn.EmbeddingBag(4, 4, sparse=True), nn.SyncBatchNorm(4))
+    cases = [(nn.Sequential(nn.Flatten(), one), "-cpu 2", "1: max_norm, sparse=True, scale_grad_by") for one in odd]
+    cases += [(torch.jit.script(nn.Linear(4, 4)), "-cpu 1", "torch.jit.script hides what a module has")]
+    cases += [(unused_net(None), "-deterministic no -cpu 2", "1.idle.weight (2 in all): add -find_unused")]
+    for net, flags, message in cases:
+        assert message in edited(tmp_path, flags, net=lambda args, net=net: net, by=refused)
 
 
 class Counts(nn.Module):
@@ -613,11 +580,7 @@ class Everywhere(trainer.Trainer):
         return super().optimizer_step()
 
 
-def test_a_model_whose_file_is_no_module_is_trained(tmp_path):
-    """As torch.hub.load and importlib's recipe make one."""
-    kind = type("Hub", (nn.Sequential,), {"__module__": "hubconf.py"})
-    with plugins(arch={"hub": lambda args: kind(*plain_net())}):
-        run(tmp_path, f"{FLAGS} -arch hub -cpu 1")
+HUB = type("Hub", (nn.Sequential,), {"__module__": "hubconf.py"})  # its file is no module, as torch.hub makes one
 
 
 def changes(text):
@@ -627,8 +590,8 @@ def changes(text):
 
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 3", "-cpu 2 -deterministic no", "-cpu 2 -parallel fsdp"])
 def test_what_passes_change_outside_of_buffers_is_named_once(more, tmp_path):
-    with plugins(arch={"counts": lambda args: Counts(), "plain": plain_net}):
-        said = [log_of(run(tmp_path, f"{FLAGS} -arch {name} {more} -model {name}")) for name in ("counts", "plain")]
+    nets = {"counts": lambda args: Counts(), "hub": lambda args: HUB(*plain_net())}
+    said = [log_of(edited(tmp_path, f"{more} -model {name}", net=net)) for name, net in nets.items()]
     changed = [f"model.{name}" for name in ("calls", "draws", "level", "net.1.hooks", "prototype", "queue")]
     assert [changes(text) for text in said] == [changed, []]
 
@@ -647,10 +610,9 @@ class Average:
     def __init__(self, model):
         self.model = copy.deepcopy(model)
 
+    @torch.no_grad()
     def update(self, model):
-        with torch.no_grad():
-            for mine, new in zip(self.model.parameters(), model.parameters(), strict=True):
-                mine.lerp_(new, 0.5)
+        torch._foreach_lerp_([*self.model.parameters()], [*model.parameters()], 0.5)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -723,8 +685,7 @@ KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".sp
     ],
 )
 def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, tmp_path):
-    with plugins(trainer={"edit": edit}):
-        said = log_of(run(tmp_path, f"{FLAGS} -trainer edit {more}"))
+    said = log_of(edited(tmp_path, more, edit))
     assert changes(said) == changed
     for text in ("trainer.first (1 in all) is another value on other ranks", "trainer.many (1 in all) is too large"):
         assert (text in said) == (edit is Everywhere)
@@ -754,9 +715,7 @@ class Momentum(Distils):
 
 @pytest.mark.parametrize(("more", "count"), [("-cpu 1", 6), ("-cpu 2", 7), ("-cpu 2 -deterministic no", 6)])
 def test_a_parameter_that_passes_change_is_named(more, count, tmp_path):
-    with plugins(trainer={"momentum": Momentum}):
-        runs = [f"{FLAGS} {more} -trainer {name} -model {name}" for name in ("momentum", "ema")]
-        said = [log_of(run(tmp_path, flags)) for flags in runs]
+    said = [log_of(edited(tmp_path / edit.__name__, more, edit)) for edit in (Momentum, ema.Trainer)]
     assert len(re.findall(rf"training_step changes trainer.teacher.1.weight, .* \({count}\)", said[0])) == 1
     assert "training_step changes" not in said[1]
 
@@ -767,9 +726,8 @@ def test_a_layer_that_takes_its_first_values_again_after_a_resume_is_named(tmp_p
         model.register_forward_pre_hook(lambda *_: None if first else first.append(model[1].weight.data.fill_(0.1)))
         return model
 
-    with plugins(arch={"fresh": fresh}):
-        run(tmp_path, f"{FLAGS} -arch fresh -cpu 1 -limit_steps 3", wanted=75)
-        log = log_of(run(tmp_path, f"{FLAGS} -arch fresh -cpu 1"))
+    edited(tmp_path, "-cpu 1 -limit_steps 3", net=fresh, wanted=75)
+    log = log_of(edited(tmp_path, "-cpu 1", net=fresh))
     assert log.count("training_step changes model.1.weight (1)") == 1
 
 
@@ -819,8 +777,7 @@ PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at 
     ],
 )
 def test_what_differs_between_the_ranks_is_an_error_that_names_it(edit, more, message, tmp_path, capfd):
-    with plugins(trainer={"edit": edit}):
-        folder = run(tmp_path, f"{FLAGS} -trainer edit {more}", wanted=1)
+    folder = edited(tmp_path, more, edit, wanted=1)
     for said in (outcome(folder)["reason"], capfd.readouterr().err):
         assert re.search(message, said, re.S)
 
@@ -844,11 +801,11 @@ class Restarts(trainer.Trainer):
 
 
 def test_what_an_epochs_end_draws_and_an_inner_ddp_have_the_same_bits(tmp_path):
-    flags = f"{FLAGS} -eval_every 3epochs -trainer restarts"
-    with plugins(trainer={"restarts": Restarts}):
-        one, three = (weights(run(tmp_path, f"{flags} -cpu {cpu} -model of{cpu}")) for cpu in (1, 3))
-        run(tmp_path, f"{flags} -cpu 1 -model moved -limit_steps 4", wanted=75)
-        assert same_tensors(one, weights(run(tmp_path, f"{flags} -cpu 1 -model moved"))) and same_tensors(one, three)
+    flags = "-eval_every 3epochs -cpu"
+    edited(tmp_path, f"{flags} 1 -model moved -limit_steps 4", Restarts, wanted=75)
+    runs = ("1 -model of1", "3 -model of3", "1 -model moved")
+    one, three, moved = (weights(edited(tmp_path, f"{flags} {more}", Restarts)) for more in runs)
+    assert same_tensors(one, moved) and same_tensors(one, three)
 
 
 class OwnBackward(trainer.Trainer):
@@ -881,6 +838,8 @@ NESTED = with_change(lambda self: setattr(self, "model", nn.parallel.Distributed
 STRAY = with_change(lambda self: setattr(self, "own", torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)))
 LOSSES = (None, 0.5, torch.zeros(3), torch.zeros(()))  # none is a scalar tensor with a gradient
 RETURNING = [overriding(training_step=lambda *_, loss=loss: loss) for loss in LOSSES]
+NEEDED = ("metrics", "config", "engine", "stop", "is_loaded", "log")  # names of the trainer's own attributes
+REPLACING = {name: with_change(lambda self, name=name: setattr(self, name, {"seen": 0})) for name in NEEDED}
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 FIGURES = {  # what evaluation_step returns: what is said
@@ -916,26 +875,20 @@ REFUSED = [  # flags and what is said
     (FROZEN_IN_DDP, "-cpu 2 -deterministic no", "no backward pass reached the parameter 1.weight"),
     (PartCall, "-cpu 2 -deterministic no", "call the whole model, or take -deterministic"),
     *((edit, "-cpu 1", "not the mean loss, a 0-d tensor") for edit in RETURNING),
+    *((edit, "-cpu 1", f"self.{name} is a dict: the trainer needs") for name, edit in REPLACING.items()),
     *((overriding(evaluation_step=edit), "-cpu 1 -micro_batch 8", message) for edit, message in FIGURES.items()),
 ]
 
 
 @pytest.mark.parametrize(("edit", "more", "message"), REFUSED)
-def test_what_a_trainer_must_not_do_is_refused_in_one_line(edit, more, message, refused):
-    with plugins(trainer={"slip": edit}, arch={"plain": plain_net}):
-        assert message in refused(f"{FLAGS} -arch plain -trainer slip {more}")
+def test_what_a_trainer_must_not_do_is_refused_in_one_line(edit, more, message, tmp_path, refused):
+    assert message in edited(tmp_path, more, edit, plain_net, by=refused)
 
 
 def test_what_no_manifest_can_hold_is_no_fault_of_the_disk(tmp_path):
     slip = overriding(contents=lambda self: (trainer.Trainer.contents(self)[0], {"note": torch.ones(1)}))
-    with plugins(trainer={"slip": slip}), pytest.raises(TypeError, match="Tensor is not JSON serializable"):
-        run(tmp_path, f"{FLAGS} -trainer slip -cpu 1")
-
-
-@pytest.mark.parametrize("name", ["metrics", "config", "engine", "stop", "is_loaded", "log"])
-def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused):
-    with plugins(trainer={"replaces": with_change(lambda self: setattr(self, name, {"seen": 0}))}):
-        assert f"self.{name} is a dict: the trainer needs" in refused(f"{FLAGS} -trainer replaces -cpu 1")
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
+        edited(tmp_path, "-cpu 1", slip)
 
 
 OBSERVES = with_change(  # keeps what this rank has seen in an evaluation in a buffer
@@ -946,17 +899,15 @@ OBSERVES = with_change(  # keeps what this rank has seen in an evaluation in a b
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_a_buffer_that_evaluations_change_is_rank_0s(engine, tmp_path):
-    with plugins(trainer={"observes": OBSERVES}):
-        folder = run(tmp_path, f"{FLAGS} -trainer observes -cpu 2 {engine}")
+    folder = edited(tmp_path, f"-cpu 2 {engine}", OBSERVES)
     assert tensors(folder / "checkpoints" / names(folder)[0])["trainer.seen.last"] != 0
 
 
 def test_random_numbers_in_a_trainers_init_are_the_same_on_all_ranks_and_at_every_start(tmp_path):
     draws = with_change(lambda self: logging.getLogger("lib.trainer").info("drawn %r", torch.rand(()).item()))
     centers = with_change(lambda self: vars(self).update(center=center(self), zeros=torch.zeros(3)), draws)
-    with plugins(trainer={"draws": centers}):
-        folder = run(tmp_path, f"{FLAGS} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
-        run(tmp_path, f"{FLAGS} -trainer draws -cpu 1")
+    folder = edited(tmp_path, "-cpu 2 -limit_steps 3", centers, wanted=75)
+    edited(tmp_path, "-cpu 1", centers)
     assert log_of(folder).count("trainer.center (64,) (1 in all) is another value on other ranks, or in an") == 2
     drawn = [re.findall(r"drawn (.+)", log_of(folder, rank)) for rank in (0, 1)]
     assert [len(numbers) for numbers in drawn] == [2, 1] and len({*drawn[0], *drawn[1]}) == 1
@@ -969,11 +920,9 @@ NO_OVERRIDE = with_change(  # has a schedule of torch's, and does not say so
 
 
 def test_a_rate_that_something_else_sets_is_refused_and_a_removed_line_is_enough(tmp_path, refused):
-    flags = f"{FLAGS} -trainer odd -cpu 1 -save_every 1steps"
-    with plugins(trainer={"odd": NO_OVERRIDE}):
-        assert "set_learning_rate" in refused(flags)
-    with plugins(trainer={"odd": trainer.Trainer}):
-        assert bits(run(tmp_path, f"{flags} -reset")) == bits(run(tmp_path, f"{flags} -model plain"))
+    flags = "-cpu 1 -save_every 1steps"
+    assert "set_learning_rate" in edited(tmp_path, flags, NO_OVERRIDE, by=refused)
+    assert bits(edited(tmp_path, f"{flags} -reset")) == bits(edited(tmp_path, f"{flags} -model plain"))
 
 
 class CollectsPredictions(trainer.Trainer):
@@ -989,10 +938,9 @@ class CollectsPredictions(trainer.Trainer):
 
 
 def test_figures_that_differ_between_the_ranks_are_refused_and_the_training_is_saved(tmp_path, refused):
-    with plugins(trainer={"collects": CollectsPredictions}):
-        run(tmp_path, f"{FLAGS} -trainer collects -cpu 1 -model alone")
-        line = refused(f"{FLAGS} -trainer collects -cpu 2 -model both")
-        assert "the figure spread differs between the ranks" in line
+    edited(tmp_path, "-cpu 1 -model alone", CollectsPredictions)
+    line = edited(tmp_path, "-cpu 2 -model both", CollectsPredictions, by=refused)
+    assert "the figure spread differs between the ranks" in line
     assert names(tmp_path / "both")[0].endswith("_step_4")
 
 
@@ -1027,13 +975,13 @@ class LayerDrop(Experts):
 
 @pytest.mark.parametrize("model", [Experts, LayerDrop])
 def test_blocks_that_a_micro_batch_skips_are_right_under_ddp_and_one_line_under_fsdp(model, tmp_path, refused):
-    with plugins(arch={"skips": lambda args: model()}):
-        alone = same_bits_everywhere(tmp_path, f"{FLAGS} -arch skips")
-        if model is Experts:  # the other one draws
-            assert distance(run(tmp_path, f"{STOCK} -arch skips -find_unused -model stock"), alone) < ROUNDING
-        for more in ("", "-deterministic no"):
-            said = refused(f"{FLAGS} -arch skips -cpu 2 -parallel fsdp -model sharded {more}")
-            assert "a micro-batch skips a block that another one calls (experts." in said
+    net, stock = lambda args: model(), "-deterministic no -cpu 2 -find_unused -model stock"
+    alone = edited(tmp_path, "", net=net, by=same_bits_everywhere)
+    if model is Experts:  # the other one draws
+        assert distance(edited(tmp_path, stock, net=net), alone) < ROUNDING
+    for more in ("", "-deterministic no"):
+        said = edited(tmp_path, f"-cpu 2 -parallel fsdp -model sharded {more}", net=net, by=refused)
+        assert "a micro-batch skips a block that another one calls (experts." in said
 
 
 THAWS_UNDER_DDP = with_change(  # adds a layer that was frozen when DDP was built
@@ -1047,16 +995,14 @@ OWN_OPTIMIZER = lambda self: setattr(self, "own", torch.optim.SGD(self.layer.par
 @pytest.mark.parametrize("edit", [with_change(OWN_OPTIMIZER, Forgotten), THAWS_UNDER_DDP, Distils, WHOLE_TEACHER])
 def test_modules_and_layers_that_ddp_does_not_know_are_summed_and_a_copy_of_the_model_is_a_teacher(edit, tmp_path):
     frozen = lambda args: [net := plain_net(), net[1].requires_grad_(False)][0]  # noqa: E731
-    with plugins(trainer={"edit": edit}, arch={"frozen": frozen, "plain": plain_net}):
-        flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is THAWS_UNDER_DDP else 'plain'}"
-        both = run(tmp_path, f"{flags} -model both")
-        assert distance(both, run(tmp_path, f"{flags} -cpu 1 -model alone")) < ROUNDING
+    net = frozen if edit is THAWS_UNDER_DDP else plain_net
+    both, alone = (edited(tmp_path, f"-deterministic no -cpu {n} -model of{n}", edit, net) for n in (2, 1))
+    assert distance(both, alone) < ROUNDING
 
 
 def test_a_model_that_a_trainer_compiles_has_its_own_names(plain, tmp_path):
     compiles = with_change(lambda self: setattr(self, "model", torch.compile(self.model, backend="eager")))
-    with plugins(trainer={"compiles": compiles}):
-        folder = run(tmp_path, f"{STOCK} -trainer compiles")
+    folder = edited(tmp_path, "-deterministic no -cpu 2", compiles)
     assert weights(folder).keys() == plain.keys() and changes(log_of(folder)) == []
 
 

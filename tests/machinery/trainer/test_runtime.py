@@ -1,4 +1,4 @@
-"""Settings that make a run faster are applied, restored afterwards, and do not override the user's."""
+"""What each process and loader of a run has for itself: collected garbage, opened files, cores, kernels."""
 
 import gc
 import os
@@ -10,7 +10,8 @@ import torch
 from command_line import parsed
 from items import Items
 from runs import plugins, run
-from torch.utils.data import Subset
+from torch import nn
+from torch.utils.data import Dataset, Subset
 
 from lib.utils import runtime
 from lib.utils.data import fetch
@@ -46,6 +47,25 @@ def test_garbage_of_the_rank_and_of_loader_processes_is_collected_even_with_shor
         flags = "-dataset littered -arch mlp -mlp_width 8 -image_size 8 -num_classes 4 -cpu 1 "
         run(tmp_path, f"{flags} -batch_size 50 -epochs 60 -save_every 60epochs -workers {workers}")
     assert gc.isenabled()
+
+
+class Lazy(Dataset):
+    """Opens something at the first sample, as a file, whose place two processes would share."""
+
+    def __getitem__(self, index):
+        self.opener = getattr(self, "opener", os.getpid())
+        assert self.opener == os.getpid(), "another process reads this file"
+        assert torch.get_num_threads() == 1, "sums by another number of threads have other bits"
+        return torch.full((64,), float(index)), index % 4
+
+
+@pytest.mark.parametrize("more", ["-workers 2", "-workers 0 -val_workers 2", "-workers 2 -val_workers 0"])
+def test_what_a_dataset_makes_at_its_first_sample_is_made_in_each_process_that_reads_samples(more, tmp_path):
+    whole = Lazy()
+    data = {"train": Subset(whole, range(16)), "val": Subset(whole, range(16, 32))}
+    with plugins(arch={"first": lambda args: nn.Linear(64, 4)}, dataset={"first": lambda args: data}):
+        flags = "-arch first -dataset first -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 2 -cpu 2 -threads 2"
+        run(tmp_path, f"{flags} {more} -hang_minutes 0.5")
 
 
 @pytest.mark.parametrize(
