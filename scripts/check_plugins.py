@@ -79,7 +79,9 @@ def warn(trainer: Any) -> None:
                 for line, fault in faults(_source(module), is_cut, is_shared, known):
                     log.warning("%s, line %d: %s", module.__file__, line, fault)
         loader = trainer.loaders["train"]
-        for kind in {type(one) for one in nested(loader.dataset)} if loader.workers else ():
+        kept = [value for one in nested(loader.dataset) for value in getattr(one, "__dict__", {}).values()]
+        parts = [*nested(loader.dataset), *(part for one in kept for part in replicas.own_parts(one))]
+        for kind in {type(one) for one in parts} if loader.workers else ():
             for name in counters(_source(kind)) if replicas.is_own(kind) else ():
                 log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
 
@@ -160,11 +162,16 @@ def _source(one: Any) -> str:
 
 
 def counters(source: str) -> set[str]:
-    """Return the attributes that a dataset's class adds to while it reads samples."""
-    tree = ast.parse(source)
-    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and "__getitem" in one.name]
-    sums = [one for function in functions for one in ast.walk(function) if isinstance(one, ast.AugAssign)]
-    return {name for one in sums for name in _attributes(one.target, ast.expr_context)}
+    """Return the attributes that a class of a dataset or a transform adds to while samples are read."""
+    functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    readers = [one for one in functions if re.match("__getitem|__call__|forward$|transform$", one.name)]
+    called = {_name(call) for reader in readers for call in _calls(reader)}
+    nodes = [node for one in functions if one in readers or one.name in called for node in ast.walk(one)]
+    sums = [one.target for one in nodes if isinstance(one, ast.AugAssign)]
+    found = {name for one in sums for name in _attributes(one, ast.expr_context)}
+    for one in [one for one in nodes if isinstance(one, ast.Assign)]:
+        found |= _attributes(one, ast.Store) & _attributes(one.value, ast.Load)
+    return found
 
 
 def _collected(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> Iterator[tuple[int, str]]:

@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def format_of(file: Path | None, given: str | None) -> str:
-    """Return the format of a file to write. Raises UsageError if its ending is another one's, or tells none."""
+    """Return the format of a file to write. Raises UsageError if its ending is another one's, or of none."""
     ending = file.suffix.lower() if file else ""
     formats = {ending: name for name, (ending, _) in FORMATS.items()}
     form = given or formats.get(ending, "" if ending else "safetensors")

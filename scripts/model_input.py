@@ -132,7 +132,7 @@ def note_on_other_inputs(model: nn.Module, names: list[str], args: Namespace) ->
         inputs = first_inputs(model, training_samples(args), args)
     except Exception as error:  # noqa: BLE001  # of any dataset
         maybe = [one.name for one in parameters_of(model) if one.name in others and one.default is None]
-        known = f"has an optional {' and '.join(maybe)}: whether training gives it, the data would tell"
+        known = f"has an optional {' and '.join(maybe)}: whether training gives it, the data would say"
         return f"{known}, and cannot be read ({error})" if maybe else ""  # other defaults are those of options
     more = [name for name in others if isinstance(inputs, Mapping) and name in inputs]
     return f"also gets {' and '.join(more)} in training, and here not" if more else ""

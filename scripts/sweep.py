@@ -324,7 +324,7 @@ def check_earlier(run: Path, args: config.Args):
     if not (run / "config.yaml").exists():
         return
     saved = vars(config.parse_args(["-cfg", str(run / "config.yaml")], describe=False))
-    may_differ = flags.rules().free - {"data", "weights"}  # of a finished run nothing else tells
+    may_differ = flags.rules().free - {"data", "weights"}  # nothing else says it of a finished run
     may_differ |= {name for name in resume.SETTLED if getattr(args, name) is None}
     may_differ |= {"batch_size"} if args.batch_per_gpu else set()
     may_differ |= {"epochs"} if args.steps else set()  # which are not in the file then

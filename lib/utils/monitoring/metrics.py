@@ -149,8 +149,11 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
         if number == 1:
             log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
         return None
-    is_lower = {*LOWER_IS_BETTER.split()} & {*name.lower().rpartition("/")[2].split("_")}
+    words = {*name.lower().rpartition("/")[2].split("_")}
+    is_lower = {*LOWER_IS_BETTER.split()} & words and "neg" not in words  # as scikit-learn's scores
     sign = -1 if direction == "min" or (not direction and is_lower) else 1
+    if metric and number == 1:
+        log.info("best weights: by the %s %s", "highest" if sign > 0 else "lowest", name)
     for figure in (name, "/".join([*name.split("/")[:-1], "loss"])):  # outputs that are NaN have an accuracy, too
         if math.isnan(figures.get(figure, 0.0)):
             log.warning("no best weights of this validation: its %s is NaN", figure)

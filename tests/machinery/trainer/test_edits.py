@@ -317,7 +317,8 @@ def on_evaluation(self, split, figures):
     assert [line for line, _ in check_plugins.faults(shares, False, True)] == [3, 4, 6, 7, 12]
     late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
     assert [line for line, _ in check_plugins.faults(f"{late}\ndef train_step(self, x):\n [*x]", False)] == [2, 4, 6]
-    assert check_plugins.counters("def __getitem__(self, index): self.seen += 1") == {"seen"}
+    for text in ("__getitem__(self): self.n += 1", "__call__(self): self.f()\ndef f(self): self.n = self.n + 1"):
+        assert check_plugins.counters(f"def {text}") == {"n"}
 
 
 def test_what_a_pass_takes_from_the_one_before_is_found():
