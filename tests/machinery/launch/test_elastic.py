@@ -73,32 +73,27 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
     _check_same_end(tmp_path / "out" / "elastic", single)
 
 
-@pytest.fixture
-def etcd(tmp_path):
+@require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
+def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tmp_path, nodes, single):
+    """An eviction sends SIGTERM to the agent, which passes it to its own workers only. The other node waits."""
     client, peer = (f"127.0.0.1:{ports.free()}" for _ in range(2))
     options = {"data-dir": tmp_path / "etcd", "log-level": "error", "listen-client-urls": f"http://{client}"}
     options |= {"advertise-client-urls": f"http://{client}", "listen-peer-urls": f"http://{peer}"}
     options |= {"initial-advertise-peer-urls": f"http://{peer}", "initial-cluster": f"default=http://{peer}"}
     command = ["etcd", "--enable-v2", *(f"--{name}={value}" for name, value in options.items())]
+    env = {"HEAD": client, "RENDEZVOUS": "etcd-v2", "NODES": "2"}
+    log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     with session(command, tmp_path / "etcd.log"):
         until(lambda: not ports.is_free(int(client.partition(":")[2])))
-        yield client
-
-
-@require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
-def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tmp_path, nodes, etcd, single):
-    """An eviction sends SIGTERM to the agent, which passes it to its own workers only. The other node waits."""
-    env = {"HEAD": etcd, "RENDEZVOUS": "etcd-v2", "NODES": "2"}
-    log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
-    head, other = nodes(**env), nodes(**env)
-    _wait_until_it_trains(log)
-    worker(other)
-    os.kill(other.pid, signal.SIGTERM)
-    assert other.wait(60)
-    nodes(**env)
-    replaced = _wait_for_start(log, 2)
-    assert replaced["stopped"] == replaced["resumed"] > 0
-    assert head.wait(400) == 0
+        head, other = nodes(**env), nodes(**env)
+        _wait_until_it_trains(log)
+        worker(other)
+        os.kill(other.pid, signal.SIGTERM)
+        assert other.wait(60)
+        nodes(**env)
+        replaced = _wait_for_start(log, 2)
+        assert replaced["stopped"] == replaced["resumed"] > 0
+        assert head.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
 
 

@@ -37,13 +37,6 @@ def slurm(code, out):
         yield one
 
 
-@pytest.fixture(scope="module")
-def two_signals(code, out):
-    """A Slurm whose preemptions also send the signal of --signal."""
-    with Cluster(code, out, GRACE_S=25, USER_SIGNAL=1) as one:
-        yield one
-
-
 @pytest.fixture(scope="module", autouse=True)
 def background_jobs(code, out):
     """A run that reaches its time limit several times, and one that crashes, in the background of the other tests."""
@@ -79,22 +72,23 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
     assert len(list((out / ".old").glob("moved-*"))) == 1
 
 
-def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals, out):
+def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(code, out):
     """One run is submitted by -slurm, one by the sbatch file with torchrun; each waits for the other one's start."""
     wait = f"{LONG} -slow_wait 23"  # 6 readings at the start, and 17 in the training
     flags = f"-dataset slow -cpu 1 {wait} -out {out} -model by_file".split()
     command = "sbatch", "--parsable", "-N2", f"--output={out}/by_file.log", "scripts/slurm/train.sbatch"
-    output = two_signals.run(*command, *flags, PYTHON=sys.executable)
-    jobs = {"by_slurm": two_signals.submit(f"-model by_slurm -cpu 1 {wait}"), "by_file": output.strip()}
-    for name in jobs:
-        two_signals.wait_until_it_trains(name, step=2)
-    two_signals.submit_urgent(1)
-    (out / "go").touch()
-    two_signals.train("-cpu 2 -dataset slow -slow_s 0 -model here_2", OMP_NUM_THREADS="1")
-    for name, job in jobs.items():
-        job_info = two_signals.wait_for_end(job)
-        assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), two_signals.log(name)()
-        assert distance(out / name, out / "here_2") == 0.0
+    with Cluster(code, out, GRACE_S=25, USER_SIGNAL=1) as slurm:  # preemptions also send the signal of --signal
+        output = slurm.run(*command, *flags, PYTHON=sys.executable)
+        jobs = {"by_slurm": slurm.submit(f"-model by_slurm -cpu 1 {wait}"), "by_file": output.strip()}
+        for name in jobs:
+            slurm.wait_until_it_trains(name, step=2)
+        slurm.submit_urgent(1)
+        (out / "go").touch()
+        slurm.train("-cpu 2 -dataset slow -slow_s 0 -model here_2", OMP_NUM_THREADS="1")
+        for name, job in jobs.items():
+            job_info = slurm.wait_for_end(job)
+            assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log(name)()
+            assert distance(out / name, out / "here_2") == 0.0
 
 
 def test_a_lost_task_costs_no_step(slurm, uninterrupted, out):

@@ -159,21 +159,16 @@ def test_all_ranks_begin_with_the_values_of_rank_0(tmp_path):
 
 
 def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential():
-    net = BlocksNet()
-    assert parallel.blocks(net) == list(net.blocks)
-    assert parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))[0].in_features == 2
-    assert len(parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == 2
+    net, line = BlocksNet(), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert parallel.blocks(net) == list(net.blocks) and parallel.blocks(line) == [line[0], line[2]]
     nested = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1)])
     assert parallel.blocks(nn.Sequential(nested)) == list(nested)
     assert parallel.blocks(nn.Linear(2, 2)) == parallel.blocks(nn.ModuleList([None])) == []
     assert len(parallel.blocks(nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.Linear(2, 2)))) == 2
 
 
-def test_recompute_for_a_model_without_blocks_is_refused():
+def test_recompute_for_a_model_without_blocks_is_refused_and_an_arch_may_define_its_own():
     assert "get_blocks" in usage_error(parallel.wrap, nn.Linear(2, 2), RECOMPUTE, World())
-
-
-def test_an_arch_may_define_its_own_blocks():
     net = BlocksNet()
     before = {module: module.forward for module in net.modules()}
     arch = types.SimpleNamespace(get_blocks=lambda model: [model.inner, model.head])

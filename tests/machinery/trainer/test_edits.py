@@ -254,7 +254,7 @@ class OwnRates(trainer.Trainer):
                 del self.optimizer.state[one]
 
     def train_epoch(self):
-        if self.state.epoch >= 1 and len(self.optimizer.param_groups) == 1:
+        if self.state.epoch >= 2 and len(self.optimizer.param_groups) == 1:
             self.model[1].requires_grad_(True)
             self.optimizer.add_param_group({"params": self.model[1].weight, "lr": 0.05})
             self.optimizer.add_param_group({"params": self.model[5].bias})
@@ -360,8 +360,9 @@ def test_the_norm_of_a_sharded_weight_is_logged(tmp_path):
 
 
 def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
-    flags = "-lr_start 0.1 -lr_end 0 -save_every 1steps"
-    alone = edited(tmp_path, flags, OwnRates, by=same_bits_everywhere)
+    flags = f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0 -save_every 1steps"
+    with plugins(trainer={"own": OwnRates}):
+        alone = same_bits_everywhere(tmp_path, flags, (3, 2), (6, 3), (9, 2))  # with 2 groups, 1 and 4
     groups = state.decode(state.read_manifest(alone / "checkpoints" / names(alone)[0])["states"]["optim"][1], {})
     scales = [group["lr_ratio"] * group.get("lr_scale", 1.0) for group in groups]
     assert scales == pytest.approx([0.2, 0.5, 2.0, 0.2]) and "lr_scale" not in groups[0]
