@@ -88,7 +88,7 @@ def draw_order(dataset: Any, seed: int, epoch: int) -> Tensor | None:
     seeding.seed(seeding.SAMPLER, seed, epoch)  # for an `order` of one's own, too
     if getattr(dataset, "sampler", None) is not None:
         return load_optional("scripts.sampling", "a sampler of the training samples").draw(dataset, epoch)
-    if "sampler" not in vars(dataset) and any(getattr(one, "sampler", None) is not None for one in nested(dataset)):
+    if any(getattr(one, "sampler", None) is not None for one in nested(dataset)) and "sampler" not in vars(dataset):
         raise UsageError("only a part of the training samples, or a larger whole, has a sampler: set their own")
     return None
 
