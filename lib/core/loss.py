@@ -72,7 +72,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
             raise UsageError(f"{shapes}: this -loss needs real numbers of one shape, (samples, 1) for -num_classes 1")
         kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
         outputs, targets = outputs.to(kind), targets.to(kind)
-    elif getattr(targets, "shape", outputs.shape) != outputs.shape and len(targets) == outputs.numel() > 1:  # (N, 1)
+    elif outputs.ndim == 2 and outputs.shape[1] == 1 and getattr(targets, "ndim", 2) == 1:
         with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
             importlib.import_module("scripts.check_loss").check(criterion, outputs, targets)
     return ForwardResult(criterion(outputs, targets), targets, outputs)

@@ -46,7 +46,7 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     still = [one for one in model.modules() if not one.training]
     fixed = {one for parent in model.modules() for one in parent.children() if parent.training and not one.training}
     model.train()  # pretrained ones come in evaluation mode
-    for one in still:  # what is frozen stays as get_model left it, as a norm layer that it put into evaluation mode
+    for one in still:  # what is frozen stays as get_model left it, and so does a norm layer by itself
         is_trained = [weight.requires_grad for weight in one.parameters()]
         if (is_trained and not any(is_trained)) or (one in fixed and (isinstance(one, _NormBase) or not is_trained)):
             one.eval()

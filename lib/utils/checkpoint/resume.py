@@ -53,8 +53,9 @@ def read_start(args: "Args", world: World) -> dict:
         is_saved = run_folder.list_checkpoints(path.parent / "checkpoints")
         if path.exists() and not found and not is_saved:
             raise UsageError(f"{path} does not hold what the run's first start settled: -reset starts from scratch")
-        has_failed = outcome.get("state") == "failed" and not outcome.get("lost_peer")
-        return {"resume": found.get("resume")} if has_failed and not is_saved else found
+        if outcome.get("state") == "failed" and not (outcome.get("lost_peer") or is_saved):  # other flags may mend it
+            found = {name: value for name, value in found.items() if name == "resume" and value}
+        return found
 
     return next(filter(None, world.on_writers(read)), {})
 

@@ -101,7 +101,7 @@ class Squeezing(Stretching):
 def test_a_loss_of_ones_own_that_stretches_targets_is_refused_and_one_that_squeezes_outputs_is_not():
     batch = torch.randn(6, 3), torch.randn(6)
     losses.forward(nn.Linear(3, 1), batch, Squeezing())
-    assert "Stretching is not the mean" in usage_error(losses.forward, nn.Linear(3, 1), batch, Stretching())
+    assert "Stretching stretches them against" in usage_error(losses.forward, nn.Linear(3, 1), batch, Stretching())
 
 
 @pytest.mark.parametrize("mask", [masked_in_place, lambda one: (one[0], one[1].masked_fill(one[0][:, 0] > 0, -100))])
