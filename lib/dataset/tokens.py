@@ -88,7 +88,7 @@ class Windows(Dataset):
     def __init__(self, tokens: "np.ndarray | Joined", args, samples: int, seed: int | None = None):
         self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed
         self.fills = (len(tokens) - 1) // self.length  # how many samples stand in a row
-        self.samples = min(samples or self.fills, self.fills)
+        self.samples = min(samples, self.fills) if samples > 0 else self.fills
         parts = [tokens[at : at + CHECKED] for at in (0, len(tokens) // 2, max(0, len(tokens) - CHECKED))]
         self.fingerprint = " ".join(str(zlib.crc32(part.tobytes())) for part in parts)
         if self.vocabulary == 256:

@@ -151,7 +151,7 @@ def test_tokens_outside_the_vocabulary_and_files_shorter_than_a_sample_are_refus
 @pytest.mark.parametrize("form", ["train_{}.bin", "fineweb-train-{}.bin", "training{}.bin", "train/{}.bin"])
 def test_several_files_are_read_as_one(folder, form):
     (folder / "meta.json").unlink(missing_ok=True)
-    whole = splits_of(folder, "-num_classes", "500", "-tokens_samples", "0")["train"]
+    whole = splits_of(folder, "-num_classes", "500", "-tokens_samples", "-1")["train"]
     values = np.array(whole.tokens)
     (folder / "train.bin").unlink()
     (folder / "train").mkdir()
