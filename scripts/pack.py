@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
             else ""
         )
         parser.exit(2, printable(f"pack.py: {error}{hint}\n"))
-    hint = f"python train.py -dataset tar -data {args.o}"
+    hint = f"python train.py -dataset tar -data {shlex.quote(str(args.o))}"
     if not endings & {*tar_index.IMAGES} or "cls" not in endings:
         hint = f"samples have {', '.join(sorted(endings))}: a subclass of Shards reads them (docs/data.md)"
     print(printable(f"{args.o}: {hint}"))
