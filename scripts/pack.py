@@ -150,11 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         endings = pack_all(args)
     except (UsageError, OSError) as error:
-        hint = (
-            f"; train.py -dataset folder -data {args.folder} -check_data lists all"
-            if "-skip_bad" in str(error)
-            else ""
-        )
+        hint = f"; train.py -dataset folder -data {args.folder} -check_data lists all"
+        hint = hint if "-skip_bad" in str(error) else ""
         parser.exit(2, printable(f"pack.py: {error}{hint}\n"))
     hint = f"python train.py -dataset tar -data {shlex.quote(str(args.o))}"
     if not endings & {*tar_index.IMAGES} or "cls" not in endings:

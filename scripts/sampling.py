@@ -105,9 +105,8 @@ class LengthSampler(Sampler):
         whole, rest = drawn.tensor_split([len(drawn) - len(drawn) % self.batch_size])
         steps = []
         for part in whole.split(self.batch_size * self.window) if len(whole) else ():
-            part = part[
-                torch.randperm(len(self.lengths))[part].argsort(stable=True)
-            ]  # copies of a sample lie together
+            ranks = torch.randperm(len(self.lengths))
+            part = part[ranks[part].argsort(stable=True)]  # so that copies of a sample lie together
             ordered = part[self.lengths[part].argsort(stable=True)]
             copies = int(part.unique(return_counts=True)[1].max())  # of one sample: each comes in another step
             steps += [few.view(self.batch_size, -1).T for few in ordered.split(self.batch_size * copies)]
