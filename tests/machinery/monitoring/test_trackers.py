@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -59,6 +59,16 @@ class Server:
         self.port = next(filter(ports.is_free, random.sample(range(20000, 32000), 99)))
         self.uri = f"http://127.0.0.1:{self.port}"
 
+    @contextmanager
+    def running(self, folder: Path):
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'store.db'}"]
+        env, log = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}, folder / "server.log"
+        with session(command, log, cwd=folder, env=env) as process:
+            until(lambda: process.poll() is not None or self.is_ready(), 250, what=log.read_text)
+            assert process.poll() is None, log.read_text()
+            yield self
+
     def is_ready(self) -> bool:
         with suppress(OSError):
             return urllib.request.urlopen(f"{self.uri}/health", timeout=5).status == 200
@@ -66,13 +76,17 @@ class Server:
 
     def tracked(self) -> list:
         """All runs of the experiment, oldest first."""
-        client = pytest.importorskip("mlflow").MlflowClient(self.uri)
+        import mlflow
+
+        client = mlflow.MlflowClient(self.uri)
         experiment = client.get_experiment_by_name("baton")
         found = client.search_runs([experiment.experiment_id]) if experiment else []
         return sorted(found, key=lambda run: run.info.start_time)
 
     def points(self, run) -> dict[str, list[tuple[int, float]]]:
-        client = pytest.importorskip("mlflow").MlflowClient(self.uri)
+        import mlflow
+
+        client = mlflow.MlflowClient(self.uri)
         history = {tag: client.get_metric_history(run.info.run_id, tag) for tag in run.data.metrics}
         points = {tag: [(one.step, one.value) for one in points] for tag, points in history.items()}
         assert len(points.pop("perf/samples_per_s")) == len(points["train/loss"])
@@ -82,13 +96,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     pytest.importorskip("mlflow", reason=NEEDS)
-    one, folder = Server(), tmp_path_factory.mktemp("mlflow")
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(one.port)]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'store.db'}"]
-    env, log = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}, folder / "server.log"
-    with session(command, log, cwd=folder, env=env) as process:
-        until(lambda: process.poll() is not None or one.is_ready(), 250, what=log.read_text)
-        assert process.poll() is None, log.read_text()
+    with Server().running(tmp_path_factory.mktemp("mlflow")) as one:
         yield one
 
 
@@ -159,7 +167,7 @@ def test_wandb_has_each_step_of_a_killed_run_once(start):
 
 
 def test_a_trainjob_shows_progress_time_left_and_the_last_figures(start, tmp_path):
-    token, pem, got = tmp_path / "token", tmp_path / "ca.crt", []
+    token, pem, requests = tmp_path / "token", tmp_path / "ca.crt", []
     command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=me -addext subjectAltName=IP:127.0.0.1".split()
     subprocess.run([*command, "-out", pem, "-keyout", pem], check=True, capture_output=True)
     token.write_text("old")
@@ -167,9 +175,11 @@ def test_a_trainjob_shows_progress_time_left_and_the_last_figures(start, tmp_pat
     class Trainer(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-            got.append((self.headers["Authorization"], Request.from_json(body), json.loads(body)["trainerStatus"]))
+            requests.append(
+                (self.headers["Authorization"], Request.from_json(body), json.loads(body)["trainerStatus"])
+            )
             token.write_text(SECRET)  # Kubernetes gives another one from time to time
-            self.send_response(503 if len(got) == 1 else 200)
+            self.send_response(503 if len(requests) == 1 else 200)
             self.end_headers()
 
     server, context = HTTPServer(("127.0.0.1", 0), Trainer), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -184,7 +194,7 @@ def test_a_trainjob_shows_progress_time_left_and_the_last_figures(start, tmp_pat
     server.shutdown()
     assert "nothing more is sent to mlflow" in run.text() and has_no_key(run.folder)
     assert "cannot be set (HTTPError: HTTP Error 503" in run.text()
-    keys, known, sent = zip(*got)
+    keys, known, sent = zip(*requests)
     assert keys == ("Bearer old", *[f"Bearer {SECRET}"] * (len(keys) - 1))
     assert all(one.trainer_status.to_dict().keys() == status.keys() for one, status in zip(known, sent))
     assert (sent[-1]["progressPercentage"], sent[-1]["estimatedRemainingSeconds"]) == (100, 0)
