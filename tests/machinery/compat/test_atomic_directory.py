@@ -17,6 +17,8 @@ from ranks import on_ranks
 from lib.utils.checkpoint import atomic
 from lib.utils.compat.atomic_directory import AtomicDirectory, atomic_torch_save
 
+OLD, NEW, NEWER = 8, 9, 10  # steps; sorted as strings, the last is the first
+
 
 def save(saver, force=False):
     path = saver.prepare_checkpoint_directory(force_save=force)
@@ -80,11 +82,6 @@ def test_incomplete_checkpoints_are_removed(tmp_path):
         saver.symlink_latest(tmp_path / "Other_checkpoint_7.partial")
 
 
-# Kills and losses of power. A whole checkpoint of a run is cut in checkpoint/test_crash_states.
-
-OLD, NEW, NEWER = 8, 9, 10  # steps; sorted as strings, the last is the first
-
-
 def save_step(folder, step):
     saver = AtomicDirectory(folder, is_master=True, keep_last=1)
     path = saver.prepare_checkpoint_directory()
@@ -100,6 +97,7 @@ def found_step(folder):
 
 
 def test_a_save_that_is_killed_at_any_call_or_loses_power_leaves_the_old_or_new_state(tmp_path, no_fsync):
+    """A whole checkpoint of a run is cut in checkpoint/test_crash_states."""
     folder, save = tmp_path / "out", lambda: save_step(tmp_path / "out", NEW)
     folder.mkdir()
     save_step(folder, OLD)

@@ -16,6 +16,7 @@ STEADY = settings(deadline=None, derandomize=True, max_examples=150)
 SIZES, WORLDS, SEEDS, EPOCHS = st.integers(0, 200), st.integers(1, 9), st.integers(0, 2**31), st.integers(0, 50)
 OPTIONS = st.fixed_dictionaries({"shuffle": st.booleans(), "seed": SEEDS, "drop_last": st.booleans()})
 RUNS = st.lists(st.tuples(WORLDS, st.integers(0, 30)), max_size=6)  # numbers of ranks, and of samples before the stop
+GROUPS = st.lists(st.integers(-2, 4), max_size=120)
 
 
 def samplers(ranks, n, cls=compat.InterruptableDistributedSampler, state=None, **options):
@@ -101,9 +102,6 @@ def test_set_epoch_is_refused_during_an_epoch():
     fewer.reset_progress()
     fewer.set_epoch(2)
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)
-
-
-GROUPS = st.lists(st.integers(-2, 4), max_size=120)
 
 
 def grouped_samplers(ranks, groups, state=None, **options):

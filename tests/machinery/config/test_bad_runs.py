@@ -17,20 +17,14 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(9))
-
-
+STREAM = type("Stream", (IterableDataset,), {"__iter__": lambda self: iter(range(9))})()
 WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(torch.zeros(0), torch.zeros(0))
 
 
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        (Stream(), ["train split is a Stream", "len()"]),
+        (STREAM, ["train split is a Stream", "len()"]),
         (Dataset(), ["train split is a Dataset", "len()"]),
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),

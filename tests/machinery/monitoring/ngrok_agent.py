@@ -39,19 +39,12 @@ def note(**facts):
     partial.replace(NOTES)
 
 
-def say(message, fields):
-    print(f't=2026-01-01T00:00:00Z lvl=info msg="{message}" {fields}', flush=True)
-
-
-def main():
+if __name__ == "__main__":
     note()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    say("starting web service", f"obj=web addr=127.0.0.1:{server.server_port}")
-    say("tunnel session started", "obj=tunnels.session")
-    say("client session established", "obj=csess")
+    begin = "t=2026-01-01T00:00:00Z lvl=info msg="
+    print(f'{begin}"starting web service" obj=web addr=127.0.0.1:{server.server_port}')
+    print(f'{begin}"tunnel session started" obj=tunnels.session')
+    print(f'{begin}"client session established" obj=csess', flush=True)
     threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()

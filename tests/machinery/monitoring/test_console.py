@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
+from functools import reduce
 
 from processes import ROOT
 
@@ -34,17 +35,13 @@ bar.close()
 log.info("finished")
 print("last words")
 """
+COMMAND = [sys.executable, "-c", RUN]
 
 
-def run_code(code, *args):
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True)
-
-
-def on_a_terminal(code, *args):
+def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    process = subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen([*COMMAND, tmp_path, "0"], cwd=ROOT, stdout=theirs, stderr=theirs)
     os.close(theirs)
     written = b""
     with suppress(OSError):  # on Linux the error means that the other end is closed
@@ -52,19 +49,9 @@ def on_a_terminal(code, *args):
             written += os.read(ours, 65536)
     os.close(ours)
     assert process.wait() == 0
-    text = written.decode(errors="replace")
-    return [_shown(line) for line in text.replace("\r\n", "\n").split("\n")], text
-
-
-def _shown(line):
-    shown = ""
-    for piece in line.split("\r"):  # a carriage return overwrites the line from its start
-        shown = piece + shown[len(piece) :]
-    return shown.rstrip()
-
-
-def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
-    screen, written = on_a_terminal(RUN, tmp_path, 0)
+    written = written.decode(errors="replace")
+    pieces = [line.split("\r") for line in written.replace("\r\n", "\n").split("\n")]  # "\r" goes back to the start
+    screen = [reduce(lambda shown, piece: piece + shown[len(piece) :], line).rstrip() for line in pieces]
     assert "saved step_00000150" in screen and "finished" in screen and "chatter" not in written
     bars = [line for line in screen if "|" in line]
     assert len(bars) == 1, "one bar that is updated in place"
@@ -73,7 +60,8 @@ def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
 
 
 def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
-    main, other = (run_code(RUN, tmp_path, rank) for rank in range(2))
+    given = {"cwd": ROOT, "timeout": 240, "capture_output": True, "text": True}
+    main, other = (subprocess.run([*COMMAND, tmp_path, str(rank)], **given) for rank in range(2))
     lines = main.stdout.splitlines()
     assert lines[0] == "step 110/200  loss 0.110  data 25 %" and lines[-2:] == ["finished", "last words"]
     assert len([line for line in lines if line.startswith("step")]) == 10 and main.stderr == ""
@@ -82,5 +70,5 @@ def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_pat
     for text in logs:
         assert " INFO saved step_00000150\n" in text and "careful" in text
     assert "careful" in main.stdout and "loss 0.110" in logs[0] and "loss" not in logs[1]
-    run_code(RUN, tmp_path, 1)
+    subprocess.run([*COMMAND, tmp_path, "1"], **given)
     assert (tmp_path / "logs/rank_1.log").read_text().startswith(logs[1]), "the next start appends"

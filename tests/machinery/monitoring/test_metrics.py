@@ -62,12 +62,10 @@ def test_a_sum_that_overflows_or_is_nan_is_no_error():
 
 
 def test_two_ranks_with_different_names_and_counts_have_the_same_exact_sums(tmp_path):
+    on_0, on_1 = {"loss": torch.tensor(1.0), "samples": 1, "only on 0": 1}, {"loss": 2.0, "samples": 1}
+    sums = {"loss": 7.0, "nobody's\nbut 1's": 9.0, "only on 0": 1.0, "samples": 4.0}
     intervals = [  # the updates of each rank, and the sums
-        (
-            [{"loss": torch.tensor(1.0), "samples": 1, "only on 0": 1}],
-            [{"loss": 2.0, "samples": 1}] * 3 + [{"nobody's\nbut 1's": 9}],
-            {"loss": 7.0, "nobody's\nbut 1's": 9.0, "only on 0": 1.0, "samples": 4.0},
-        ),
+        ([on_0], [on_1, on_1, on_1, {"nobody's\nbut 1's": 9}], sums),
         ([], [], {}),
         ([], [{"loss": torch.tensor(1.0)}], {"loss": 1.0}),
         ([{"loss": math.inf}], [{"loss": 0.1}], {"loss": math.inf}),

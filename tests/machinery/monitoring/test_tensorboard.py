@@ -25,13 +25,6 @@ from lib.utils.distributed import World
 from lib.utils.monitoring.logger import Logger, tensorboard_tag
 
 
-def log_loss(folder, flags, loss):
-    args, plan = config.parse_args(flags.split()), Plan(100, 1, 1, total_steps=100)
-    logger = Logger(folder, World(), args, plan, State())
-    logger.log_evaluation(State(step=7, epoch=1), "val", {"loss": loss})
-    logger.close()
-
-
 def fetch(address, path=""):
     with urllib.request.urlopen(address + path, timeout=60) as answer:
         return answer.read().decode()
@@ -40,7 +33,10 @@ def fetch(address, path=""):
 def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     for name, lr in (("first", 0.25), ("second", 0.5)):
         (tmp_path / name).mkdir()
-        log_loss(tmp_path / name, f"-arch mlp -lr_start {lr}", loss=lr)
+        args, plan = config.parse_args(["-arch", "mlp", "-lr_start", str(lr)]), Plan(100, 1, 1, total_steps=100)
+        logger = Logger(tmp_path / name, World(), args, plan, State())
+        logger.log_evaluation(State(step=7, epoch=1), "val", {"loss": lr})
+        logger.close()
     first, second = serve(tmp_path), serve(tmp_path)
     address, other = (address_in(run.stdout.readline()) for run in (first, second))
     assert all(re.fullmatch(r"http://127\.0\.0\.1:6\d{3}/", one) for one in (address, other)) and address != other

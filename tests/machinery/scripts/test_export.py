@@ -21,6 +21,24 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 from scripts import export, predict, preprocessing
 
+TOKENS = "-dataset tokens -tokens_length 16 -tokens_samples 64 -arch gpt -gpt_depth 1 -gpt_width 16"
+SMALL = torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8)
+LARGE = torch.randint(256, (3, 1, 20, 31), dtype=torch.uint8)
+CASES = {  # flags of the run, and of the export; inputs, and what the run's model gets of them
+    "images": ("", "", torch.rand(5, 1, 8, 8), lambda images: images),
+    "rows of any length": (TOKENS, "", torch.randint(256, (5, 9)), lambda rows: rows),
+    "without the data": (f"{TOKENS} -data tests", "-shape 16", torch.randint(256, (5, 9)), lambda rows: rows),
+    "bytes": ("-dataset fake -arch convnet -image_size 8", "-pixels", SMALL, Pixels((0.5,), (0.29,)).normalize),
+    "images of any size": ("", "-resize", LARGE, lambda images: preprocessing.resize(images, None, 8) / 255),
+    "three images": ("", "-fixed 3", torch.rand(3, 1, 8, 8), lambda images: images),
+}
+LOAD = """
+import sys, torch
+facts = {"metadata.json": ""}
+program = torch.export.load(sys.argv[1], extra_files=facts).module()
+torch.save([program(torch.load(sys.argv[2])), facts["metadata.json"]], sys.argv[2])
+"""
+
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory):
@@ -57,14 +75,6 @@ def test_every_source_gives_its_weights(trained_run, tmp_path, capsys):
     assert capsys.readouterr().err.count("not exported are trainer.average") == 2, "of the two checkpoints"
 
 
-LOAD = """
-import sys, torch
-facts = {"metadata.json": ""}
-program = torch.export.load(sys.argv[1], extra_files=facts).module()
-torch.save([program(torch.load(sys.argv[2])), facts["metadata.json"]], sys.argv[2])
-"""
-
-
 def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run, tmp_path):
     run_export(trained_run, "-format", "torchexport", "-from", "final")
     images, file = torch.rand(7, 1, 8, 8), tmp_path / "images.pt"
@@ -92,19 +102,6 @@ def test_onnx_classifies_a_turned_photo_as_the_page_says(tmp_path):
     ant = torch.from_numpy(names["logits"]).softmax(1)[0, 0].item()
     assert ant == pytest.approx(wanted["ant"], abs=0.01) and 10 * abs(ant - wanted["ant"]) < abs(ant - lying["ant"])
     assert names["session"].get_modelmeta().custom_metadata_map["upright"] == "true"
-
-
-TOKENS = "-dataset tokens -tokens_length 16 -tokens_samples 64 -arch gpt -gpt_depth 1 -gpt_width 16"
-SMALL = torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8)
-LARGE = torch.randint(256, (3, 1, 20, 31), dtype=torch.uint8)
-CASES = {  # flags of the run, and of the export; inputs, and what the run's model gets of them
-    "images": ("", "", torch.rand(5, 1, 8, 8), lambda images: images),
-    "rows of any length": (TOKENS, "", torch.randint(256, (5, 9)), lambda rows: rows),
-    "without the data": (f"{TOKENS} -data tests", "-shape 16", torch.randint(256, (5, 9)), lambda rows: rows),
-    "bytes": ("-dataset fake -arch convnet -image_size 8", "-pixels", SMALL, Pixels((0.5,), (0.29,)).normalize),
-    "images of any size": ("", "-resize", LARGE, lambda images: preprocessing.resize(images, None, 8) / 255),
-    "three images": ("", "-fixed 3", torch.rand(3, 1, 8, 8), lambda images: images),
-}
 
 
 @pytest.mark.slow
@@ -141,11 +138,8 @@ def test_an_export_that_differs_from_the_model_is_refused_with_what_to_do(traine
         export.check(export.Exportable(norm, torch.zeros(2, 4), {0: "batch"}, {}), norm)
     with pytest.raises(UsageError, match="returns no tensor"):
         export.check(export.Exportable(lambda x: None, torch.zeros(2, 4), {}, {}), lambda x: None)
-    only_two = {
-        "takes no inputs of": lambda x: model(x.view(2, 4)),
-        "other shapes": lambda x: model(x)[:2],
-        "other values": lambda x: model(x) + (0 if len(x) == 2 else 0.1),
-    }
+    only_two = {"takes no inputs of": lambda x: model(x.view(2, 4)), "other shapes": lambda x: model(x)[:2]}
+    only_two["other values"] = lambda x: model(x) + (0 if len(x) == 2 else 0.1)
     for fault, wrong in only_two.items():
         with pytest.raises(UsageError, match=f"what was exported .*{fault}.*-fixed N"):
             export.check(made, wrong)

@@ -18,9 +18,8 @@ TEXT = "".join(f"{number} bottles of beer, ünd another line\n" for number in ra
 def texts(tmp_path):
     """A folder with two texts and a hidden file."""
     (tmp_path / "texts" / "inner").mkdir(parents=True)
-    (tmp_path / "texts" / "inner" / "first.txt").write_text(TEXT)
-    (tmp_path / "texts" / "second.md").write_text(TEXT)
-    (tmp_path / "texts" / ".hidden").write_text("not text")
+    for name, text in (("inner/first.txt", TEXT), ("second.md", TEXT), (".hidden", "not text")):
+        (tmp_path / "texts" / name).write_text(text)
     return tmp_path / "texts"
 
 

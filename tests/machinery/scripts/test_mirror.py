@@ -26,6 +26,14 @@ from lib.utils.distributed import World
 from scripts import mirror, status
 
 NAME, SECRET = "few_norm_net", "3f" * 20  # the latter is that of s3_server, too
+COPIER = "import os, sys, time; run = os.getppid(); sys.stdin.read()\n"
+BEATS = "[(os.write(0, b'.'), time.sleep(0.1)) for _ in range(20)]"
+WAITS = {  # what the process that copies does at the run's end: what the run says, with -grace_s 0.5
+    BEATS: "",
+    "time.sleep(60)": "RuntimeError.*nothing moved for 0.6 s",
+    f"os.kill(run, 15)\nfor _ in range(30): {BEATS}": "-grace_s 0.5 is over",
+    "os.kill(os.getpid(), 9)": "RuntimeError.*ended with -9",
+}
 
 
 def there(place: Path) -> list[str]:
@@ -133,16 +141,6 @@ def test_a_url_is_refused_before_anything_is_written():
     assert "that is -out" in refusal("-out /a -mirror file:///a/")
     assert "Install adlfs" in usage_error(mirror.Place, "abfs://container/runs", NAME)
     assert "Protocol not known: s4" in usage_error(mirror.Place, "s4://bucket", NAME)
-
-
-COPIER = "import os, sys, time; run = os.getppid(); sys.stdin.read()\n"
-BEATS = "[(os.write(0, b'.'), time.sleep(0.1)) for _ in range(20)]"
-WAITS = {  # what the process that copies does at the run's end: what the run says, with -grace_s 0.5
-    BEATS: "",
-    "time.sleep(60)": "RuntimeError.*nothing moved for 0.6 s",
-    f"os.kill(run, 15)\nfor _ in range(30): {BEATS}": "-grace_s 0.5 is over",
-    "os.kill(os.getpid(), 9)": "RuntimeError.*ended with -9",
-}
 
 
 def close_while(does: str, grace_s: float) -> int:

@@ -57,6 +57,15 @@ class Trainer(trainer.Trainer):
 """,
     "tests/test_mine.py": "import sys, os\ndef test_it(): print(1); assert 1",
 }
+PROBE = """
+import importlib, sys, pathlib, pytest, train
+for file in sorted([*pathlib.Path("lib").rglob("*.py"), *pathlib.Path("scripts").glob("*.py")]):
+    importlib.import_module(".".join(file.with_suffix("").parts))
+assert not pytest.main("--collect-only -qq -p no:cacheprovider".split())
+for flag in sys.argv[1:]:
+    assert train.main(["-model", "other", "-cpu", "1", *flag.split()]) == 2, flag
+sys.exit(train.main("-cpu 1 -epochs 1 -limit_steps 2".split()))
+"""
 
 
 def output_of(folder, *command, code=0, **env) -> str:
@@ -71,9 +80,9 @@ def tracked(folder) -> set[str]:
     return {name for name in output_of(folder, "git", "ls-files").splitlines() if (folder / name).is_file()}
 
 
-def commit(folder):
+def commit(folder, *how):
     output_of(folder, "git", "add", "--all")
-    output_of(folder, "git", "commit", "--quiet", "--message", "a change")
+    output_of(folder, "git", "commit", "--quiet", *(how or ("--message", "a change")))
 
 
 def change(folder, name, old, new):
@@ -140,17 +149,6 @@ def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
         assert len((fork / "lib" / kind / f"own_{kind}.py").read_text().splitlines()) < 30
 
 
-PROBE = """
-import importlib, sys, pathlib, pytest, train
-for file in sorted([*pathlib.Path("lib").rglob("*.py"), *pathlib.Path("scripts").glob("*.py")]):
-    importlib.import_module(".".join(file.with_suffix("").parts))
-assert not pytest.main("--collect-only -qq -p no:cacheprovider".split())
-for flag in sys.argv[1:]:
-    assert train.main(["-model", "other", "-cpu", "1", *flag.split()]) == 2, flag
-sys.exit(train.main("-cpu 1 -epochs 1 -limit_steps 2".split()))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", project.PARTS)
 def test_a_project_trains_and_collects_its_tests_without_any_one_of_the_parts(part, tmp_path):
@@ -203,8 +201,7 @@ def test_an_update_merges_what_the_template_and_the_project_changed(tmp_path):
     output_of(tmp_path, "git", "clone", "--quiet", str(mine), str(amended))
     (amended / "lib/arch/mine.py").write_text("")
     output_of(amended, "git", "reset", "--quiet", "--soft", "origin/template")
-    output_of(amended, "git", "add", "--all")
-    output_of(amended, "git", "commit", "--quiet", "--amend", "--no-edit")  # has the mark, and is no template's
+    commit(amended, "--amend", "--no-edit")  # has the mark, and is no template's
     change(mine, "train.py", "a model: the whole", "MY model: the whole")
     assert "not committed" in python(mine, *update, code=2)
     (mine / "scripts" / "plot.py").unlink()

@@ -197,6 +197,5 @@ def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, mo
         monkeypatch.setattr(Late, "forward", lambda self, image, labels: None)
         assert "forward needs labels, and here it has one input" in script_error(predict, folder)
     with plugins(arch={"late": lambda args: torch.nn.Linear(64, 4, bias=False)}, dataset={"rows": None}):
-        assert "-arch late is another model than that of these weights: it has no bias" in script_error(
-            predict, folder
-        )
+        error = script_error(predict, folder)
+    assert "-arch late is another model than that of these weights: it has no bias" in error

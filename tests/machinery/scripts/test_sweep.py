@@ -24,6 +24,7 @@ TINY = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 2 -log_every 5"
 LONG = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 15 -save_every 2epochs"
 GRID = "-seed 1,2 -lr_start 1e-2,1e-3"
 TRIALS = [f"sweep_seed_{seed}_lr_start_{lr}" for seed in (1, 2) for lr in ("1e-2", "1e-3")]
+CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"
 
 
 @contextlib.contextmanager
@@ -208,9 +209,6 @@ def test_the_picture_has_a_panel_for_each_flag_and_marks_what_failed():
     legends = [[text.get_text() for text in legend.get_texts()] for legend in places]
     assert legends[:2] == [["-arch mlp", "-arch convnet"], ["-lr 1e-4", "-lr 1e-2"]], "at the panels of these colours"
     assert legends[2] == ["deviation over seeds", "not all finished", "without a score (2)"]
-
-
-CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"
 
 
 def study_trials(out) -> list[tuple]:
