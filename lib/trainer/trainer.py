@@ -203,9 +203,9 @@ class Trainer:
                     given = self.checks.taken[1]  # in which a subclass may have masked targets
                 count = self.count_targets(given, micro_batch.count) if micro_batch.count else 0
                 self.backward(loss, micro_batch, count)
-            self.micro_batch = None
             if micro_batch.last:
                 break
+            self.micro_batch = None
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
         self.is_whole, self.has_stepped, self.is_unscaled = False, False, not self.scaler.is_enabled()
         self.pending_losses.append(figures)

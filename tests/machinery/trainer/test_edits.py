@@ -664,7 +664,7 @@ class Keeps(trainer.Trainer):
         data, lib.arch.level = self.loaders["train"].dataset, self.state.step
         data.level, data.shares[0], data.parts["p"] = self.state.step, self.state.step, self.state.step
         of_subset = self.loaders["train"].dataset.dataset  # by -overfit
-        of_subset.transform, of_subset.sampler = lambda image: image, [self.state.step]
+        of_subset.transform, of_subset.sampler = lambda image, step=self.state.step: image, [self.state.step]
 
 
 KEPT = [
