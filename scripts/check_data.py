@@ -73,7 +73,8 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
     kept, names = {}, set(bad)
     for split, part in splits.items():
         named = [name_of(split, part, index) for index in range(len(part))]
-        good = [index for index, name in enumerate(named) if name not in names]
+        # Lists of older versions have samples of DATA/train/0.tar without the folder.
+        good = [at for at, name in enumerate(named) if not {name, name.partition("/")[2]} & names]
         if twice := [name for name, times in Counter(named).items() if times > 1 and name in names]:
             raise UsageError(f"-skip_bad_files: {twice[0]} is the name of several samples of {split}: rename files")
         if not good:

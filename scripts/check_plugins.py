@@ -169,7 +169,7 @@ def counters(source: str) -> set[str]:
     nodes = [node for one in functions if one in readers or one.name in called for node in ast.walk(one)]
     sums = [one.target for one in nodes if isinstance(one, ast.AugAssign)]
     found = {name for one in sums for name in _attributes(one, ast.expr_context)}
-    for one in [one for one in nodes if isinstance(one, ast.Assign)]:
+    for one in [one for one in nodes if isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp)]:
         found |= _attributes(one, ast.Store) & _attributes(one.value, ast.Load)
     return found
 

@@ -73,7 +73,9 @@ def found(texts: list[Path], out: Path) -> dict[str, list[Path]]:
         inner = [text] if is_part else sorted(one for one in text.iterdir() if not is_debris(one.name))
         entries += [one for one in inner if one.resolve() not in made and one.suffix != ".partial"]
     named, known = tokens.by_split(entries) or {"": entries}, set()
-    parts = {split: [file for one in some for file in files_of(one)] for split, some in named.items()}
+    parts = {}
+    for split, some in named.items():
+        parts[split] = [file for one in some for file in files_of(one) if file.resolve() not in made]
     for file in [file for files in parts.values() for file in files]:
         if not file.is_file():
             raise UsageError(f"{file}: a link to nothing or to a folder, or no regular file")

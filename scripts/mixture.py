@@ -54,9 +54,11 @@ class MixedDataset:
         if args.skip_bad_files:
             raise UsageError("-skip_bad_files: not in a mixture; -check_data lists the files to remove")
         files = [Path(of_place(args, place).data, "tokenizer.json") for place in self.names]
-        if len({file.read_bytes() if file.is_file() else b"" for file in files}) > 1:
-            hint = "take one for all: make_tokens.py -tokenizer FILE"
-            raise UsageError(f"-data {args.data}: {files[0]} and {files[1]} differ, or one is not there; {hint}")
+        first, *others = [file for file in files if file.is_file()] or files[:1]
+        for other in others:
+            if other.read_bytes() != first.read_bytes():
+                hint = "take one for all: make_tokens.py -tokenizer FILE"
+                raise UsageError(f"-data {args.data}: {first} and {other} differ; {hint}")
         parts = {}
         for place, name in self.names.items():
             parts[name] = splits(self.module.get_dataset(of_place(args, place)), args.dataset)

@@ -510,9 +510,8 @@ def class_names(data: str, store: Any) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        if is_url(data) and (
-            isinstance(error, PermissionError) or "403" in str(error)
-        ):  # of S3, also if it is not there
+        status = getattr(error.__cause__, "status", 0)
+        if is_url(data) and (isinstance(error, PermissionError) or status == 403):  # of S3, also if it is not there
             print(f"tar_index.py: {file}: no permission, or not there: classes are numbers", file=sys.stderr)
             return []
         raise UsageError(f"{file}: cannot be read ({error})") from None

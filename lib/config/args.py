@@ -37,10 +37,9 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
         parser.add_plugin_flags(modules[-1], f"{kind} {chosen[kind]}")
 
     command_line = [parser.full_name(word) for word in argv]
-    named = [word.partition("=")[0][1:] for word in command_line if word.startswith("-")]
-    if named.count("cfg") > 1:
+    given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}
+    if sum(word.partition("=")[0] == "-cfg" for word in command_line) > 1:
         raise UsageError("-cfg is there twice: only one file is read")
-    given = {*named}
     entries = drop_replaced(entries, given)
     words = parser.to_arguments(entries, cfg) + command_line
     for module in modules:

@@ -133,7 +133,7 @@ class Checks:
         self.count += saves
         is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # 1 to 8, later each 4th
         now = plain_values(self.trainer) if saves and self.values and is_turn else {}
-        same = {name: mark for name, mark in now.items() if mark is not None and mark == self.values.get(name)}
+        same = {name: one for name, one in now.items() if one not in (None, LARGE) and one == self.values.get(name)}
         kept = {name: str(mark) for name, mark in same.items() if type(mark) is str or mark != self.made.get(name)}
         self.fixed = {f"{name} {mark}".rpartition(" ")[0]: mark for name, mark in kept.items()} if now else self.fixed
         others = [*distributed.gather(self.fixed, self.trainer.world), self.before]
@@ -243,14 +243,17 @@ def variables(objects: list[Any]) -> dict[str, Any]:
     return {f"{name}.{key}": one for name, key, one in named if "__" not in key and not isinstance(one, CODE)}
 
 
-def own_parts(value: Any, depth: int = 5) -> list[Any]:
+def own_parts(value: Any, seen: set[int] | None = None) -> list[Any]:
     """Return a value if its class is the project's, or what a library's transform is composed of that is."""
     if is_own(type(value)) or isinstance(value, FunctionType):
         return [value]
+    seen = set() if seen is None else seen
+    is_new = id(value) not in seen and len(seen) < MOST_ROWS
+    seen.add(id(value))
     inner = getattr(value, "__dict__", value)
     inner = [*inner.values()] if isinstance(inner, dict) else inner
-    is_short = isinstance(inner, list | tuple) and len(inner) < MOST_PARTS and depth
-    return [part for one in inner for part in own_parts(one, depth - 1)] if is_short else []
+    is_short = isinstance(inner, list | tuple) and len(inner) < MOST_PARTS and is_new
+    return [part for one in inner for part in own_parts(one, seen)] if is_short else []
 
 
 def is_own(one: Any) -> bool:
@@ -277,9 +280,9 @@ class Mark(pickle.Pickler):
             self.dump(value)
         except Exception as error:  # noqa: BLE001  # of any class
             if isinstance(error, RecursionError):  # at whatever depth: the whole has no mark then
-                self.outer.left = -1
-            return LARGE if isinstance(error, OverflowError) else None
-        return self.crc if self.outer.left >= 0 else LARGE
+                self.outer.left = -math.inf
+            return LARGE if isinstance(error, OverflowError) and self.outer.left > -math.inf else None
+        return self.crc if self.outer.left >= 0 else LARGE if self.outer.left > -math.inf else None
 
     def write(self, data: Any) -> None:
         """Take a part of the pickle."""

@@ -205,7 +205,6 @@ class Trainer:
                 self.backward(loss, micro_batch, count)
             if micro_batch.last:
                 break
-            self.micro_batch = None
         figures = self.engine.sum_gradients()  # the loss and the number of targets of each micro-batch
         self.is_whole, self.has_stepped, self.is_unscaled = False, False, not self.scaler.is_enabled()
         self.pending_losses.append(figures)

@@ -51,9 +51,8 @@ def save(trainer: Any) -> None:
         if not has_whole_state(trainer):
             raise RuntimeError("each rank has it all only on the CPU, without FSDP, and not with -deterministic no")
         disconnect()
-    odd = trainer.checks.changed or trainer.engine.buffers.others or trainer.marks not in (None, trainer.mark_all())
-    if odd and (trainer.world.size > 1 or trainer.plan.micro < trainer.plan.batch):  # else no pass has begun
-        raise RuntimeError("a pass or evaluate() changes more than statistics: a counter, a queue or a teacher")
+        if trainer.checks.changed or trainer.engine.buffers.others or trainer.marks not in (None, trainer.mark_all()):
+            raise RuntimeError("a pass or evaluate() changes more than statistics: a counter, a queue or a teacher")
     trainer.engine.buffers.restore()
     trainer.read_losses()
     if trainer.world.size == 1 and (trainer.state.bad_row or trainer.weights_fault()):

@@ -28,7 +28,6 @@ from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, load_optional, no
 
 MapDataset: TypeAlias = Any  # has len() and [index]; torch's Dataset does not declare its length
 MOST_FILES = 128  # that are open when a loader process begins, and are watched
-MOST_PARTS = 64  # of a list of a dataset's that are looked at
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -63,7 +62,8 @@ def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
         parts = [whole.dataset] if isinstance(whole, Subset) else getattr(whole, "datasets", ())
         parts = [*parts.values()] if isinstance(parts, Mapping) else [*parts]
         values = [*getattr(whole, "__dict__", {}).values()] if wrapped else []
-        values += [one for several in values if isinstance(several, list | tuple) for one in several[:MOST_PARTS]]
+        lists_of = [one for one in values if isinstance(one, list | tuple) and isinstance((*one, None)[0], Dataset)]
+        values += [one for several in lists_of for one in several]
         parts += [one for one in values if isinstance(one, Dataset)]
         found[id(whole)] = whole
         queue += [part for part in parts if id(part) not in found]

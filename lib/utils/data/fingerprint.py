@@ -67,9 +67,9 @@ def _class_names(part: MapDataset, wrapped: bool = False) -> list[str]:
     own = option(part, "classes")
     found = [getattr(one, "classes", None) for one in fetch.nested(part, wrapped)] if own is None else [own]
     named = [[*map(str, one)] for one in found if isinstance(one, Sequence | Mapping)]
-    if any(one != named[0] for one in named):
+    if not wrapped and any(one != named[0] for one in named):
         raise UsageError("joined data sets have different classes: number them alike, or set `classes` of the whole")
-    return named[0] if named else []
+    return named[0] if named and all(one == named[0] for one in named) else []
 
 
 def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
