@@ -243,17 +243,17 @@ def variables(objects: list[Any]) -> dict[str, Any]:
     return {f"{name}.{key}": one for name, key, one in named if "__" not in key and not isinstance(one, CODE)}
 
 
-def own_parts(value: Any, seen: set[int] | None = None) -> list[Any]:
+def own_parts(value: Any, depth: int = 9, seen: set[int] | None = None) -> list[Any]:
     """Return a value if its class is the project's, or what a library's transform is composed of that is."""
     if is_own(type(value)) or isinstance(value, FunctionType):
         return [value]
     seen = set() if seen is None else seen
-    is_new = id(value) not in seen and len(seen) < MOST_ROWS
+    is_new = depth and id(value) not in seen and len(seen) < MOST_ROWS
     seen.add(id(value))
     inner = getattr(value, "__dict__", value)
     inner = [*inner.values()] if isinstance(inner, dict) else inner
     is_short = isinstance(inner, list | tuple) and len(inner) < MOST_PARTS and is_new
-    return [part for one in inner for part in own_parts(one, seen)] if is_short else []
+    return [part for one in inner for part in own_parts(one, depth - 1, seen)] if is_short else []
 
 
 def is_own(one: Any) -> bool:
