@@ -16,7 +16,6 @@ from lib import config
 from lib.core import loss
 from lib.dataset import tokens
 from lib.utils.errors import UsageError
-from scripts import check_tokens
 
 SMALL = "-tokens_length 16 -batch_size 8 -micro_batch 4 -log_every 1 "
 SMALL += "-gpt_depth 1 -gpt_width 16 -gpt_heads 2 -gpt_dropout 0.1"
@@ -161,6 +160,7 @@ ONE_BYTE = {
 
 @pytest.mark.parametrize("content", ONE_BYTE.values(), ids=ONE_BYTE)
 def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
+    pytest.importorskip("scripts.check_tokens")
     (folder / "train.bin").write_bytes(content)
     with pytest.raises(UsageError, match=r"train.bin is a text, or holds tokens of one byte"):
         splits_of(folder)
@@ -169,6 +169,7 @@ def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
 @pytest.mark.parametrize("vocabulary", [2, 65, 128, 256, 257, 300, 1024, 8192, 32000, 50257, 65536])
 @pytest.mark.parametrize("count", [20, 32, 100, 1000, 100_000])
 def test_tokens_of_two_bytes_are_never_taken_for_bytes(vocabulary, count):
+    check_tokens = pytest.importorskip("scripts.check_tokens")
     for seed in range(20):
         shares = DRAW.random(count) ** (1 + seed % 4)
         assert not check_tokens.are_bytes((shares * vocabulary).astype(np.uint16))
