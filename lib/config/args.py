@@ -83,10 +83,7 @@ def last_value(flag: str, argv: list[str]) -> str:
 
 
 def read_cfg(path: str, dataset: str = "") -> dict[str, list[str]]:
-    """Return the values of each flag in a YAML file, as text, without the key `about`, which is for people.
-
-    Of a run's file, which has that key, not those of its data either, if another `dataset` is given.
-    """
+    """Return each flag's values in a YAML file, as text; not those of the data of a run with another `dataset`."""
     try:
         text = files.read_bytes(Path(types.path(path)), most=1 << 22, follow=True).decode()
         entries = yaml.load(text, yaml.BaseLoader)
@@ -97,7 +94,7 @@ def read_cfg(path: str, dataset: str = "") -> dict[str, list[str]]:
     for name, times in Counter(key.value for key, _ in yaml.compose(text, yaml.BaseLoader).value).items():
         if times > 1:
             raise UsageError(f"-cfg {path}: {name} is there {times} times")
-    is_of_run = entries.pop("about", None) is not None
+    is_of_run = entries.pop("about", None) is not None  # facts for people
     if is_of_run and dataset and entries.get("dataset") != dataset:
         entries = {name: value for name, value in entries.items() if name not in DATA_FLAGS}
     found = {name: value if isinstance(value, list) else [value] for name, value in entries.items()}

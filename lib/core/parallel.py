@@ -47,8 +47,9 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
     fixed = {one for parent in model.modules() for one in parent.children() if parent.training and not one.training}
     model.train()  # pretrained ones come in evaluation mode
     for one in still:  # what is frozen stays as get_model left it, and so does a norm layer by itself
-        is_trained = [weight.requires_grad for weight in one.parameters()]
-        if (is_trained and not any(is_trained)) or (one in fixed and (isinstance(one, _NormBase) or not is_trained)):
+        weights = [*one.parameters()]
+        is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
+        if is_frozen or (one in fixed and (isinstance(one, _NormBase) or not weights)):
             one.eval()
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)

@@ -269,7 +269,7 @@ class Mark(pickle.Pickler):
     def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = (), outer: Any = None):
         super().__init__(self)
         self.fast = True  # without references, which depend on more than the value
-        self.skipped, self.storages, self.crc, self.left = skipped, storages, 0, MOST_BYTES
+        self.skipped, self.storages, self.crc, self.left, self.is_deep = skipped, storages, 0, MOST_BYTES, False
         self.outer, self.seen = outer or self, set()  # the mark of the whole, of whose objects each counts once
 
     def of(self, value: Any) -> Any:
@@ -279,10 +279,12 @@ class Mark(pickle.Pickler):
         try:
             self.dump(value)
         except Exception as error:  # noqa: BLE001  # of any class
-            if isinstance(error, RecursionError):  # at whatever depth: the whole has no mark then
-                self.outer.left = -math.inf
-            return LARGE if isinstance(error, OverflowError) and self.outer.left > -math.inf else None
-        return self.crc if self.outer.left >= 0 else LARGE if self.outer.left > -math.inf else None
+            self.outer.is_deep |= isinstance(error, RecursionError)  # the whole has no mark then
+            if not isinstance(error, OverflowError):
+                return None
+        if self.outer.is_deep:
+            return None
+        return self.crc if self.outer.left >= 0 else LARGE
 
     def write(self, data: Any) -> None:
         """Take a part of the pickle."""

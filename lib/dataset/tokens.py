@@ -198,8 +198,8 @@ def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, check
 
 def read_texts(data: str) -> dict[str, np.ndarray]:
     """Return the splits of a text, or of a folder of texts: by their names, if these name splits, as train.txt."""
-    entries = sorted(Path(data).iterdir()) if Path(data).is_dir() else []
-    if named := by_split([entry for entry in entries if not is_debris(entry.name)]):
+    entries = [entry for entry in sorted(Path(data).glob("*")) if not is_debris(entry.name)]
+    if named := by_split(entries):
         return {split: np.concatenate([read_text(str(one)) for one in some]) for split, some in named.items()}
     text = read_text(data)
     count = len(text) // HELD_OUT
