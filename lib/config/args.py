@@ -30,11 +30,11 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     argv = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     cfg = last_value("cfg", argv)
     entries = read_cfg(cfg, last_value("dataset", argv)) if cfg else {}
-    parser, chosen, modules = new_parser(), {}, []
+    parser, modules = new_parser(), []
     for kind in BUILDERS:
-        chosen[kind] = last_value(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
-        modules.append(plugins.load_flags(kind, chosen[kind]))
-        parser.add_plugin_flags(modules[-1], f"{kind} {chosen[kind]}")
+        name = last_value(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
+        modules.append(plugins.load_flags(kind, name))
+        parser.add_plugin_flags(modules[-1], f"{kind} {name}")
 
     command_line = [parser.full_name(word) for word in argv]
     given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}

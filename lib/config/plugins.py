@@ -5,7 +5,6 @@ Nearly all import torch, which takes seconds. So -h and wrong flags execute only
 
 import ast
 import contextlib
-import importlib
 import importlib.util
 import re
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lib.utils.errors import UsageError, load_optional, no_exit, suggest
+from lib.utils.errors import UsageError, call_optional, load_optional, no_exit, suggest
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTURE = r".+=[^/,{}]+,.+|.+,.+=[^/,{}]+"  # as A=0.3,B=0.7
@@ -47,8 +46,7 @@ def load_chosen(args: Namespace) -> list[ModuleType]:
     for kind in BUILDERS:
         watchdog.begin(f"importing -{kind} {getattr(args, kind)}")
         modules.append(load(kind, getattr(args, kind)))
-    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
-        importlib.import_module("scripts.check_flags").check(args)
+    call_optional("scripts.check_flags", "check", args)
     return [mixed(modules[0], args.data), *modules[1:]]
 
 

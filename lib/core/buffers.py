@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from lib.utils import distributed
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch
-from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of torch's norm layers
@@ -32,7 +31,7 @@ class Buffers:
     several ranks they take rank 0's values, as under DDP.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], world: World):
+    def __init__(self, modules: Iterable[nn.Module], world: distributed.World):
         found: dict[tuple[nn.Module, str], str] = {}  # a module may put another tensor in the place of one
         for root in modules:
             saved = root.state_dict(keep_vars=True)
@@ -79,9 +78,8 @@ class Buffers:
     @torch.no_grad()
     def finish(self, sums: list[Tensor]) -> None:
         """End the passes of a step with the sums of `shares`."""
-        parts = iter(sums)
-        for buffer, start, end in zip(_read(self.statistics), self.starts, self.ends, strict=True):
-            total, changes = next(parts), next(parts)
+        tensors = zip(_read(self.statistics), self.starts, self.ends, sums[::2], sums[1::2], strict=True)
+        for buffer, start, end, total, changes in tensors:
             if not end.is_floating_point():
                 total = start + (total / changes.clamp_min(1)).round().to(end.dtype)
             end = torch.where(changes > 0, total, start)

@@ -75,13 +75,13 @@ class Engine:
         if micro_batch.count:
             missing = {number for number, gradient in enumerate(gradients) if gradient is None}
             self.unused &= missing
-            flags = torch.cat([figures.new_ones(len(gradients)), figures.new_zeros(2 * self.leaves)])  # used or not
+            used, of_all = figures.new_ones(len(gradients)), figures.new_zeros(self.leaves, 2)
             for number in missing:
-                flags[number] = 0  # nobody waits for the device, as for a copy of a list
-            flags[len(gradients) :].view(-1, 2)[micro_batch.number] = figures
+                used[number] = 0  # nobody waits for the device, as for a copy of a list
+            of_all[micro_batch.number] = figures
             pairs = zip(gradients, self.parameters, strict=True)
             dense = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
-            add_leaf(self.nodes, micro_batch.number, [*dense, flags, *self.shares])
+            add_leaf(self.nodes, micro_batch.number, [*dense, used, of_all, *self.shares])
 
     def sum_gradients(self) -> Tensor:
         """Set each gradient to the sum over all micro-batches of the step; return their figures, (number, 2)."""
@@ -89,15 +89,15 @@ class Engine:
             if scatter.nodes:  # no sum is whole: the last micro-batches skipped the block
                 raise UsageError(SKIPPED.format(scatter.name))
         count = len(self.parameters)
-        flags = self.figures.new_empty(count + 2 * self.leaves)
+        like = [*self.parameters, self.figures.new_empty(count), self.figures.new_empty(self.leaves, 2), *self.shares]
         by_rank = nodes_by_rank(self.leaves, self.world.size, self.round_robin)
-        sums = sum_over_ranks(self.nodes, by_rank, [*self.parameters, flags, *self.shares])
-        gradients, flags = sums[:count], sums[count]
-        self.buffers.finish(sums[count + 1 :])
-        used = [flag > 0 for flag in flags[:count].tolist()] if self.unused else [True] * count
+        sums = sum_over_ranks(self.nodes, by_rank, like)
+        gradients, (uses, figures, *shares) = sums[:count], sums[count:]
+        self.buffers.finish(shares)
+        used = [number > 0 for number in uses.tolist()] if self.unused else [True] * count
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
-        return flags[count:].view(-1, 2)
+        return figures
 
 
 def sum_over_ranks(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: list[Tensor]) -> list[Tensor]:

@@ -1,8 +1,6 @@
 """The loss and the metrics of a batch: by -loss, or by the model itself where it returns its loss."""
 
-import contextlib
 import functools
-import importlib
 import inspect
 import math
 from argparse import Namespace
@@ -16,7 +14,7 @@ from torch.nn import functional
 
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, call_optional
 from lib.utils.monitoring.metrics import Ratio, ratio
 
 TAKES = "-loss cross_entropy takes class numbers or probabilities of 2 classes or more (for a regression: -loss mse)"
@@ -73,15 +71,14 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
         outputs, targets = outputs.to(kind), targets.to(kind)
     elif outputs.ndim == 2 and outputs.shape[1] == 1 and getattr(targets, "ndim", 2) == 1:
-        with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
-            importlib.import_module("scripts.check_loss").check(criterion, outputs, targets)
+        call_optional("scripts.check_loss", "check", criterion, outputs, targets)
     return ForwardResult(criterion(outputs, targets), targets, outputs)
 
 
 def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any, bool]:
     """Call the model as its `forward` is written. Return what it returns, and whether it got the targets."""
     _, *taken = signature(type(unwrap(model)).forward).parameters.values()
-    names = ["**" if one.kind is one.VAR_KEYWORD else one.name for one in taken]
+    names, takes_all = [one.name for one in taken], any(one.kind is one.VAR_KEYWORD for one in taken)
     given = {name: targets for name in names if name in TARGETS and targets is not None}
     if not isinstance(inputs, Mapping):
         takes_any = targets is not None and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken)
@@ -89,7 +86,7 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
             raise UsageError("a forward of *args alone gets no targets, but a part of the model does: name them")
         return model(inputs, **given), bool(given)
     entries = inputs if given or not isinstance(batch, Mapping) else batch
-    if "**" in names:
+    if takes_all:
         return model(**{**entries, **given}), bool(given) or entries is batch
     named = {name: value for name, value in inputs.items() if name in names}
     needed = [one for one in taken if one.default is one.empty and one.name not in given]

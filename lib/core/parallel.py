@@ -21,7 +21,7 @@ from lib.utils import distributed, seeding
 from lib.utils.checkpoint.shards import schema
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, call_optional
 
 SKIPPED = "-parallel fsdp cannot sum: a micro-batch skips a block that another one calls ({}); take -parallel ddp"
 
@@ -32,8 +32,7 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
-    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
-        importlib.import_module("scripts.check_model").check(model, args)
+    call_optional("scripts.check_model", "check", model, args)
     schema(model_tensors(model))  # refuses types that a checkpoint cannot hold
     return model
 
@@ -43,29 +42,28 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
 
     Blocks: of the `arch` module's get_blocks(model), else of `blocks`. Raises UsageError if -recompute finds none.
     """
-    still = [one for one in model.modules() if not one.training]
-    fixed = {one for parent in model.modules() for one in parent.children() if parent.training and not one.training}
+    in_eval = [one for one in model.modules() if not one.training]
+    chosen = {one for parent in model.modules() for one in parent.children() if parent.training and not one.training}
     model.train()  # pretrained ones come in evaluation mode
-    for one in still:  # what is frozen stays as get_model left it, and so does a norm layer by itself
+    for one in in_eval:  # what is frozen stays as get_model left it, and so does a norm layer by itself
         weights = [*one.parameters()]
         is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
-        if is_frozen or (one in fixed and (isinstance(one, _NormBase) or not weights)):
+        if is_frozen or (one in chosen and (isinstance(one, _NormBase) or not weights)):
             one.eval()
     if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
         for part in (parts if args.compile == "blocks" else []) or [model]:
-            code, of = (getattr(part.forward, name, None) for name in ("__func__", "__self__"))  # of a method
-            part.forward = MethodType(torch.compile(code), of) if code else torch.compile(part.forward)
+            code, owner = getattr(part.forward, "__func__", None), getattr(part.forward, "__self__", None)
+            part.forward = MethodType(torch.compile(code), owner) if code else torch.compile(part.forward)
     if "torch._dynamo" in sys.modules:  # get_model may compile, too
         _configure_compiler(engine)
     if args.recompute and not parts:
         raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
     for part in parts if args.recompute else ():
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("scripts.check_model").check_layers(model, world, engine)
+    call_optional("scripts.check_model", "check_layers", model, world, engine)
     if args.parallel == "fsdp" and world.size > 1:
         return _shard(model, parts, args, world, engine)
     model = model.to(world.device)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import io
 import logging
 import math
@@ -27,7 +26,7 @@ from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import lists, nested, option
 from lib.utils.data.plan import MicroBatch
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, call_optional
 
 log = logging.getLogger(__name__)
 # Attributes of the trainer that a subclass may replace, and those that the trainer makes later.
@@ -144,9 +143,9 @@ class Checks:
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
                 self.said[text] = names
-        known = {**now, **self.values}
-        names = [name for name, mark in now.items() if None not in (mark, known[name]) and mark != known[name]]
-        self.values = known | dict.fromkeys(names)  # named once
+        before = {**now, **self.values}  # a value that is new counts as unchanged
+        names = [name for name, mark in now.items() if None not in (mark, before[name]) and mark != before[name]]
+        self.values = before | dict.fromkeys(names)  # None: it is named once
         if names:
             advice = "right if nothing needs it later; else make it a saved buffer or a state, alike on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:24]), len(names), advice)
@@ -183,8 +182,7 @@ def check_names(trainer: Any) -> None:
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)
         if replaced or hides or (name == "schedule" and not isinstance(own, dict)):
             raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
-    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
-        importlib.import_module("scripts.check_plugins").warn(trainer)
+    call_optional("scripts.check_plugins", "warn", trainer)
 
 
 def plain_values(trainer: Any) -> dict[str, Any]:
@@ -266,11 +264,11 @@ def is_own(one: Any) -> bool:
 class Mark(pickle.Pickler):
     """Computes the CRC32 of a value's pickle. What has a state itself is no part of it."""
 
-    def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = (), outer: Any = None):
+    def __init__(self, skipped: Collection[int] = (), storages: Collection[int] = (), whole: Any = None):
         super().__init__(self)
         self.fast = True  # without references, which depend on more than the value
         self.skipped, self.storages, self.crc, self.left, self.is_deep = skipped, storages, 0, MOST_BYTES, False
-        self.outer, self.seen = outer or self, set()  # the mark of the whole, of whose objects each counts once
+        self.whole, self.seen = whole or self, set()  # the mark of the whole, of whose objects each counts once
 
     def of(self, value: Any) -> Any:
         """Return the CRC32, another one each time of an iterator; LARGE, or None of what cannot be pickled."""
@@ -279,12 +277,12 @@ class Mark(pickle.Pickler):
         try:
             self.dump(value)
         except Exception as error:  # noqa: BLE001  # of any class
-            self.outer.is_deep |= isinstance(error, RecursionError)  # the whole has no mark then
+            self.whole.is_deep |= isinstance(error, RecursionError)  # the whole has no mark then
             if not isinstance(error, OverflowError):
                 return None
-        if self.outer.is_deep:
+        if self.whole.is_deep:
             return None
-        return self.crc if self.outer.left >= 0 else LARGE
+        return self.crc if self.whole.left >= 0 else LARGE
 
     def write(self, data: Any) -> None:
         """Take a part of the pickle."""
@@ -292,11 +290,11 @@ class Mark(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for an object: of a tensor its checksum, unless it is the model's or has a gradient."""
-        if id(value) in self.skipped or id(value) in self.outer.seen:
+        if id(value) in self.skipped or id(value) in self.whole.seen:
             return ""
         if hasattr(value, "__dict__") and not isinstance(value, Collection) and is_own(type(value)):
-            self.outer.seen.add(id(value))
-            return [(key, Mark(self.skipped, self.storages, self.outer).of(one)) for key, one in vars(value).items()]
+            self.whole.seen.add(id(value))
+            return [(key, Mark(self.skipped, self.storages, self.whole).of(one)) for key, one in vars(value).items()]
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             return time.monotonic_ns()
         if isinstance(value, Tensor):
@@ -305,8 +303,8 @@ class Mark(pickle.Pickler):
                 return ""
         if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) > MOST_VALUES:  # some of the values
             return tuple(value.shape), value.reshape(-1)[:: math.prod(value.shape) // MOST_VALUES + 1]
-        self.outer.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else max(256, sys.getsizeof(value))
-        if self.outer.left < 0:
+        self.whole.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else max(256, sys.getsizeof(value))
+        if self.whole.left < 0:
             raise OverflowError("too large")
         if isinstance(value, FunctionType):  # with what it keeps
             kept = [cell.cell_contents for cell in value.__closure__ or ()]

@@ -3,8 +3,6 @@
 Token files are those of scripts/make_tokens.py, nanoGPT, llm.c and others. They may be larger than memory.
 """
 
-import contextlib
-import importlib
 import os
 import re
 import sysconfig
@@ -18,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lib.utils import seeding
 from lib.utils.checkpoint.run_folder import read_json
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, call_optional
 from lib.utils.files import is_debris
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
@@ -189,8 +187,7 @@ def open_tokens(file: Path, vocabulary: int, meta: dict, is_certain: bool, check
         raise UsageError(f"{file}: {size:,} bytes are no tokens of {kind}, {kind.itemsize} bytes each; {hint}")
     tokens = np.memmap(file, kind, "r", offset)
     begin = np.array(tokens[:checked])
-    with contextlib.suppress(ModuleNotFoundError):  # a project may have left it out
-        importlib.import_module("scripts.check_tokens").check(begin, is_certain, f"{file} {{}}; {hint}")
+    call_optional("scripts.check_tokens", "check", begin, is_certain, f"{file} {{}}; {hint}")
     if begin.max() >= vocabulary:
         raise UsageError(f"-num_classes {vocabulary}: the data has the token {begin.max()}, in {file}; or {hint}")
     return tokens

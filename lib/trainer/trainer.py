@@ -61,7 +61,7 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
-        self.logs_scalars = world.is_main  # in a pass: whether this one is no padding; None in an evaluation
+        self.logs_scalars, self.is_evaluating = world.is_main, False  # in a pass: whether this one is no padding
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
@@ -345,7 +345,7 @@ class Trainer:
 
         In a pass each micro-batch counts its own. All ranks call it elsewhere (in no evaluation); rank 0's counts.
         """
-        if self.logs_scalars is None:
+        if self.is_evaluating:
             raise UsageError(f"log_scalar({name!r}) in an evaluation: return it there, or check model.training")
         if name in ("loss", "loss_mean", "samples", "lr", "grad_norm"):
             raise UsageError(f"log_scalar({name!r}): the run itself logs train/{name}; take another name")
@@ -464,7 +464,7 @@ class Trainer:
     def evaluating(self) -> Iterator[None]:
         """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
         self.checks.run()
-        self.logs_scalars = None
+        self.is_evaluating = True
         roots = find_parts(self).modules.values()
         modes = [(module, module.training) for root in roots for module in root.modules()]
         for root in roots:
@@ -472,7 +472,7 @@ class Trainer:
         try:
             yield
         finally:
-            self.logs_scalars = self.world.is_main
+            self.is_evaluating = False
             for module, training in modes:
                 if module.training != training:
                     module.train(training)  # it may do more, as merging LoRA's weights

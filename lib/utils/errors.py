@@ -63,6 +63,12 @@ def load_optional(module: str, flag: str) -> ModuleType:
         raise UsageError(f"{flag}: {module} cannot be imported: {error}: {hint}") from None
 
 
+def call_optional(module: str, function: str, *arguments: object) -> None:
+    """Call a function of a module that a project may have left out; do nothing without it."""
+    with contextlib.suppress(ModuleNotFoundError):
+        getattr(importlib.import_module(module), function)(*arguments)
+
+
 def suggest(name: str, there: Iterable[str]) -> str:
     """Return a question with the names that a misspelt one may mean, "" if none is near."""
     text = name.lstrip("-")

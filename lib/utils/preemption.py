@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lib.utils import distributed, signals
-from lib.utils.distributed import World
 from lib.utils.errors import ABORTED, STOP_SIGNALS
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Stop:
     decides after how many steps, so that a vote costs well under 1 % of the time.
     """
 
-    def __init__(self, folder: Path, world: World, *, max_hours: float | None, grace_s: float):
+    def __init__(self, folder: Path, world: distributed.World, *, max_hours: float | None, grace_s: float):
         self.file, self.world, self.grace_s = folder / "STOP", world, grace_s
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.next_check = -math.inf  # of the clock, the file and the agent

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from lib.utils import distributed
-from lib.utils.distributed import World
 
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 # GNU's mallopt: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes. By default each step may give memory back to the
@@ -25,7 +24,7 @@ FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU
 KEPT_MEMORY = {-1: 1 << 30, -3: 32 << 20}
 
 
-def configure_kernels(world: World, deterministic: bool) -> None:
+def configure_kernels(world: distributed.World, deterministic: bool) -> None:
     """Keep freed memory; on a GPU enable TF32 and cuDNN's autotuning, or `deterministic` algorithms instead."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         for option, value in KEPT_MEMORY.items():
@@ -43,13 +42,13 @@ def configure_kernels(world: World, deterministic: bool) -> None:
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
-def choose_threads(args: Namespace, world: World, saved: int | None) -> None:
+def choose_threads(args: Namespace, world: distributed.World, saved: int | None) -> None:
     """Set the number of torch's threads, the same on all ranks and starts: sums by another one have other bits."""
     wanted = args.threads or saved or distributed.user_threads() or cores_per_process(world)
     torch.set_num_threads(-int(distributed.all_reduce_max([-wanted], world)[0]))  # the least: machines may differ
 
 
-def cores_per_process(world: World) -> int:
+def cores_per_process(world: distributed.World) -> int:
     """Return this machine's cores for each of its processes; in a container, of those that it may use."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = len(usable)
@@ -62,7 +61,7 @@ def cores_per_process(world: World) -> int:
     return max(1, cores // world.local_size)
 
 
-def describe(world: World) -> dict[str, Any]:
+def describe(world: distributed.World) -> dict[str, Any]:
     """Return facts on the code and the machine for config.yaml and every checkpoint; on writers also git's."""
     return {
         "command": " ".join(["python", *sys.argv]),

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lib.utils import distributed, watchdog
 from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class Save:
 class Checkpoints:
     """The checkpoints of a run. All ranks call its methods at the same steps."""
 
-    def __init__(self, folder: Path, world: World, keep_last: int = 2, keep_hours: int = 0):
+    def __init__(self, folder: Path, world: distributed.World, keep_last: int = 2, keep_hours: int = 0):
         self.folder, self.world, self.keep_last, self.keep_hours = folder, world, keep_last, keep_hours
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.number = self.opened = 0  # of the last save, and of the newest one when this start began

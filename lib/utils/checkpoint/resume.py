@@ -17,9 +17,7 @@ from torch import Tensor
 
 from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
-from lib.utils.checkpoint.state import Parts, State
 from lib.utils.data.plan import Plan
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError, load_optional
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ class Past:
     missing_on: dict[int, str]  # where nodes share no disk: writers that lack it or a file of it, and why
 
 
-def read_start(args: "Args", world: World) -> dict:
+def read_start(args: "Args", world: distributed.World) -> dict:
     """Return what the run's first start settled, even if it never saved; {} for a new run. All ranks call this."""
     path = run_folder.path_of(args) / "start.json"
 
@@ -60,7 +58,7 @@ def read_start(args: "Args", world: World) -> dict:
     return next(filter(None, world.on_writers(read)), {})
 
 
-def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
+def find(args: "Args", world: distributed.World, start: dict | None = None) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
 
     A run whose first `start` was given -resume, and that has no checkpoint yet, still begins there. Raises UsageError
@@ -70,11 +68,11 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
         return None
     own = run_folder.path_of(args) / "checkpoints"
     origin = args.resume or (start or {}).get("resume")
-    other = Path(os.path.realpath(origin)) if origin else None
-    if other and Path(os.path.realpath(own)) in (*other.parents, *([other / "checkpoints"] if args.reset else [])):
+    mine, other = (Path(os.path.realpath(path)) for path in (own, origin or ""))
+    if origin and (mine in other.parents or (args.reset and mine == other / "checkpoints")):
         raise UsageError(f"-resume {origin} is of this run: to start from an older checkpoint, take another -model")
     past = find_newest_good(own, world, leave_out=run_folder.is_reset_due(args, world))
-    if past is None and other:
+    if past is None and origin:
         past = find_newest_good(other, world)
         if past is None:
             raise UsageError(f"-resume {origin}: there is no checkpoint (now): give a run's folder, or -reset")
@@ -82,7 +80,7 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     return past
 
 
-def find_newest_good(path: Path, world: World, leave_out: bool = False) -> Past | None:
+def find_newest_good(path: Path, world: distributed.World, leave_out: bool = False) -> Past | None:
     """Return the newest checkpoint at a path, whole on some disk, the same for all ranks; None if there is none.
 
     A node may `leave_out` those on its disk, whose old run is to be moved away. Raises UsageError if there are some
@@ -114,7 +112,7 @@ def _names(path: Path) -> list[Path]:
     return [entry.relative_to(path) for entry in found]
 
 
-def _fault_of(folder: Path, world: World, there: bool) -> str:
+def _fault_of(folder: Path, world: distributed.World, there: bool) -> str:
     """Return what is missing or damaged of this rank's share of a checkpoint's files, "" if nothing is."""
     if not there:
         return f"{folder} is not there"
@@ -134,7 +132,7 @@ def _fault_of(folder: Path, world: World, there: bool) -> str:
     return ""
 
 
-def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
+def plan(args: "Args", data: dict, world: distributed.World, before: dict) -> Plan:
     """Return how this run cuts its samples, and which engine sums them: as its first start did, or by new flags.
 
     `data`: of `fingerprint.describe`; `before`: what the first start settled. Raises UsageError if nothing is left.
@@ -201,14 +199,14 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     return text
 
 
-def restore_state(past: Past | None, plan: Plan) -> State:
+def restore_state(past: Past | None, plan: Plan) -> state.State:
     """Return how far the run is, in steps of this plan.
 
     With another -batch_size or other data as many samples of the epoch count as done; under -steps, as many steps.
     """
     if past is None:
-        return State()
-    saved, before = State(**past.manifest["state"]), past.manifest["config"]
+        return state.State()
+    saved, before = state.State(**past.manifest["state"]), past.manifest["config"]
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
     if not before.get("steps") and (old.batch, old.steps) != (plan.batch, plan.steps):
         epochs, done = divmod(saved.step, old.steps)
@@ -221,7 +219,7 @@ def restore_state(past: Past | None, plan: Plan) -> State:
     return saved
 
 
-def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
+def load(past: Past, parts: state.Parts, world: distributed.World, args: "Args") -> None:
     """Fill a run's parts from a checkpoint. Raises UsageError if it is another's, or not finite, unless allowed."""
     for flag in ("resume", "weights") if past.folder.parent == run_folder.path_of(args) / "checkpoints" else ():
         if given := getattr(args, flag):
@@ -255,7 +253,7 @@ def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
         raise UsageError(f"{past.folder}: {bad[0]} and {len(bad) - 1} more are not finite; {hint}")
 
 
-def best_weights(past: Past, world: World) -> dict[str, Tensor]:
+def best_weights(past: Past, world: distributed.World) -> dict[str, Tensor]:
     """Return the best weights on writers, if a node may lack them; forget lost ones. All ranks call this."""
 
     def read() -> tuple[str, dict[str, Tensor]]:

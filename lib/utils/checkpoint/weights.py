@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic, run_folder, shards
 from lib.utils.checkpoint.state import model_tensors, unwrap
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError, load_optional
 
-ALONE = World()
+ALONE = distributed.World()
 FILE = "weights.safetensors"
 OTHERS = "scripts.other_weights", "weights of other programs"
 FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # smaller ones have scales next to them
@@ -25,7 +24,7 @@ def gather(tensors: dict[str, Tensor], wanted: bool) -> dict[str, Tensor]:
     return shards.copy_to_cpu((name, one.detach()) for name, one in whole if wanted)
 
 
-def not_finite(model: nn.Module, world: World) -> list[str]:
+def not_finite(model: nn.Module, world: distributed.World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
     finite = {name: torch.isfinite(shards.local_part(one)).all() for name, one in unwrap(model).named_parameters()}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
@@ -52,7 +51,7 @@ def find(run: Path) -> Path | None:
 
 
 def load_into(
-    path: str, model: nn.Module, whole: bool = False, *, imagenet: Callable = dict, world: World = ALONE
+    path: str, model: nn.Module, whole: bool = False, *, imagenet: Callable = dict, world: distributed.World = ALONE
 ) -> str:
     """Give the model the weights in a file, or of a run; return how many, and what is missing or not used.
 

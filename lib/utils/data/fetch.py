@@ -72,9 +72,9 @@ def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
 
 def gives_batches(dataset: Any) -> bool:
     """Return whether `__getitems__` reads all of a dataset: a subclass may have another `__getitem__` alone."""
-    for kinds in [type(one).__mro__ for one in nested(dataset, wrapped=False)]:
-        last = next((vars(kind) for kind in kinds if {"__getitem__", "__getitems__"} & vars(kind).keys()), {})
-        if not callable(last.get("__getitems__")):
+    for one in nested(dataset, wrapped=False):
+        found = [vars(kind) for kind in type(one).__mro__ if {"__getitem__", "__getitems__"} & vars(kind).keys()]
+        if not (found and callable(found[0].get("__getitems__"))):  # the first class that has one of them decides
             return False
     return True
 
@@ -125,18 +125,18 @@ class Fetcher:
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples. Another call may come between two."""
         source = "this process" if self.loader is None else f"{self.loader.num_workers} loader processes (-workers)"
-        rest, answers, requests = iter(micro_batches), iter(()), None
+        unread, answers, mine = iter(micro_batches), iter(()), None  # unread: whose batches were not yielded yet
         while True:
             watchdog.begin(f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}")
-            if self.fetch.requests is not requests:  # at first, and after another call, which the workers served
-                rest, requested = itertools.tee(rest)
-                self.fetch.requests = requests = ((epoch, one) for one in requested)
+            if self.fetch.requests is not mine:  # at first, and after another call, which the workers served
+                unread, again = itertools.tee(unread)
+                self.fetch.requests = mine = ((epoch, one) for one in again)
                 answers = map(self.fetch.__getitem__, self.fetch) if self.loader is None else iter(self.loader)
             if (answer := next(answers, None)) is None:
                 return
             if isinstance(answer[1], UsageError):
                 raise answer[1]
-            yield next(rest), answer[1]
+            yield next(unread), answer[1]
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""

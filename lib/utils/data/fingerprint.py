@@ -18,13 +18,12 @@ from lib.utils import distributed, seeding
 from lib.utils.data import fetch, plan
 from lib.utils.data.fetch import MapDataset, option
 from lib.utils.data.plan import MicroBatch
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 NEVER_THE_SAME = "another one each time"  # as a digest: samples that are not a function of their seeds
 
 
-def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> dict[str, Any]:
+def describe(splits: dict[str, MapDataset], args: Namespace, world: distributed.World) -> dict[str, Any]:
     """Return the facts by which a later start knows the data again. All ranks call this, and all must have the same.
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
@@ -46,12 +45,12 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
         if order is not None:
             if args.shuffle_block > 1:
                 raise UsageError(f"-shuffle_block {args.shuffle_block}: training has a sampler, weights or lengths")
-            orders = [order, *(fetch.draw_order(part, args.seed, epoch) for epoch in (9, 0, 0, 5, 0))]
-            if any(one is None or len(one) != count for one in orders):
+            drawn = [(0, order), *((epoch, fetch.draw_order(part, args.seed, epoch)) for epoch in (9, 0, 0, 5, 0))]
+            if any(one is None or len(one) != count for _, one in drawn):
                 raise UsageError(f"the sampler of {name} gives {count} samples at first, and others in a later epoch")
-            first, later, *again = (_digest(one, "") for one in orders)
-            is_same = {again[0], again[1], again[3]} == {first}  # after others the first epoch is the same again
-            facts["sampler digest"] = f"{first} {later}" if is_same else NEVER_THE_SAME
+            marks = [(epoch, _digest(one, "")) for epoch, one in drawn]
+            is_same = len({mark for epoch, mark in marks if epoch == 0}) == 1  # after other epochs, too
+            facts["sampler digest"] = f"{marks[0][1]} {marks[1][1]}" if is_same else NEVER_THE_SAME
         all_ranks = distributed.gather((count, digest, listing, facts), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:

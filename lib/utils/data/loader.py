@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset, Subset
 
 from lib.utils import seeding, watchdog
 from lib.utils.data import fetch, tensors
-from lib.utils.data.fetch import MapDataset, option
 from lib.utils.data.plan import MicroBatch, Plan, order, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -28,7 +27,7 @@ COMPUTING = "computing a batch, summing over the processes, or compiling"
 class Loader:
     """The samples of a split, shared out to the ranks by whole micro-batches; `round_robin` as in `rank_share`."""
 
-    dataset: MapDataset
+    dataset: fetch.MapDataset
     plan: Plan
     world: World
     seed: int
@@ -48,7 +47,7 @@ class Loader:
         for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
             watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
-            if on_device := option(self.dataset, "on_device"):
+            if on_device := fetch.option(self.dataset, "on_device"):
                 self.fetcher.fetch.set_epoch(epoch)  # a loader process has a dataset of its own
             step = epoch * self.plan.steps + micro_batch.step
             seeding.seed(self.stream, self.seed, step, micro_batch.number, device=self.world.device)
@@ -83,7 +82,7 @@ class Loader:
                 )
 
 
-def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
+def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, fetch.MapDataset]:
     """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}; val_NAME are more validation sets.
 
     `overfit`: so many training samples, evaluated on as well. Raises UsageError for what cannot be trained on.
@@ -109,10 +108,10 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
 
 
 def open_loaders(
-    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace, stack: contextlib.ExitStack
+    splits: dict[str, fetch.MapDataset], plan: Plan, world: World, args: Namespace, stack: contextlib.ExitStack
 ) -> dict[str, Loader]:
     """Return a Loader for each split; their worker processes end with the stack."""
-    for line in option(splits["train"], "log_lines", ()) if world.is_main else ():
+    for line in fetch.option(splits["train"], "log_lines", ()) if world.is_main else ():
         log.warning("%s", line)
     idle = world.size - len(plan.cut(0))
     if world.is_main and idle > 0:
