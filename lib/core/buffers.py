@@ -50,13 +50,13 @@ class Buffers:
         if micro_batch.first:
             self.starts = self.copies()
         else:
-            self.restore()
+            self.restore(self.starts)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Make the statistics again what they were, if a step is not finished."""
-        for buffer, start in zip(_read(self.statistics), self.starts, strict=False):
-            buffer.copy_(start)
+    def restore(self, copies: list[Tensor]) -> None:
+        """Give the statistics the values of these copies, if there are any."""
+        for buffer, values in zip(_read(self.statistics), copies, strict=False):
+            buffer.copy_(values)
 
     def after(self) -> None:
         """Note what the forward pass made of the statistics: a backward pass may compute blocks again."""

@@ -130,7 +130,7 @@ class Checks:
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
         self.count += saves
-        is_turn = self.trainer.stop.agreed or self.count % max(1, self.count // 4) == 0  # 1 to 8, later each 4th
+        is_turn = self.trainer.stop.agreed or self.count & (self.count - 1) == 0  # at 1, 2, 4, 8 and so on
         now = plain_values(self.trainer) if saves and self.values and is_turn else {}
         same = {name: one for name, one in now.items() if one not in (None, LARGE) and one == self.values.get(name)}
         kept = {name: str(mark) for name, mark in same.items() if type(mark) is str or mark != self.made.get(name)}

@@ -44,6 +44,7 @@ class Engine:
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         self.parameters, self.sums = parameters, micro_batch.last
+        self.buffers.starts = self.buffers.copies() if micro_batch.first else self.buffers.starts
         self.called.clear()
         self.reached.clear()
         for module in self.wrapped:
@@ -51,9 +52,9 @@ class Engine:
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, figures: Tensor) -> None:
         """Compute the gradients of a share of the loss. In the last pass DDP sums them, else UsageError says why."""
-        self.buffers.starts = self.buffers.copies() if self.recomputes else []
+        after = self.buffers.copies() if self.recomputes else []
         (loss * self.loss_scale).backward()
-        self.buffers.restore()  # which the second forward pass of a block (-recompute) has changed again
+        self.buffers.restore(after)  # which the second forward pass of a block (-recompute) has changed again
         if micro_batch.first:
             self.figures = figures.new_zeros(micro_batch.step_parts, 2)
         if micro_batch.count:

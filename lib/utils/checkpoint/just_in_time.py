@@ -41,19 +41,20 @@ def saving(trainer: Any) -> Iterator[None]:
 
 
 def has_whole_state(trainer: Any) -> bool:
-    """Return whether each rank has the state of all, and an exchange with a lost one fails and does not wait."""
-    return trainer.plan.engine == "exact" and trainer.args.parallel != "fsdp" and trainer.world.device.type == "cpu"
+    """Return whether this rank has the state of all, and an exchange with a lost one fails and does not wait."""
+    is_alike = trainer.plan.engine == "exact" or not (trainer.world.rank and trainer.engine.buffers.statistics)
+    return is_alike and trainer.args.parallel != "fsdp" and trainer.world.device.type == "cpu"
 
 
 def save(trainer: Any) -> None:
     """Publish the last whole step, unless another rank has done so. Raises OSError or RuntimeError if it cannot."""
     if trainer.world.size > 1:
         if not has_whole_state(trainer):
-            raise RuntimeError("each rank has it all only on the CPU, without FSDP, and not with -deterministic no")
+            raise RuntimeError("it lacks a part: with FSDP, on a GPU, or rank 0's statistics with -deterministic no")
         disconnect()
         if trainer.checks.changed or trainer.engine.buffers.others or trainer.marks not in (None, trainer.mark_all()):
             raise RuntimeError("a pass or evaluate() changes more than statistics: a counter, a queue or a teacher")
-    trainer.engine.buffers.restore()
+    trainer.engine.buffers.restore(trainer.engine.buffers.starts)
     trainer.read_losses()
     if trainer.world.size == 1 and (trainer.state.bad_row or trainer.weights_fault()):
         return

@@ -13,11 +13,11 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from lib.utils import files
 from lib.utils.errors import UsageError
 
+IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision's
 SIDEWAYS = (5, 6, 7, 8)  # orientations in EXIF that swap width and height
 MOST_PIXELS = 250_000_000  # of an image: a gigabyte when decoded in full
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
