@@ -3,7 +3,6 @@
 check_resume.py  -check_resume: kills a run and compares bits
 check_flags.py   imported by each start: plugins' flags that config.yaml would give back as other values
 check_model.py   imported by each start: models that cannot be trained; check_loss.py: losses that stretch targets
-check_tokens.py  imported by each start on token files: those of other formats
 check_plugins.py  imported by each start: what a trainer's and a model's files have that works otherwise elsewhere
 check_data.py    -check_data: opens every sample and lists what is wrong
 chaos.py         kills runs for hours
@@ -23,7 +22,7 @@ update.py        merges a later version of the template into a project
 project.py       what a project gets, and which parts it may leave out
 sampling.py      weights of samples and classes, mixtures; mixture.py: -data A=0.3,B=0.7
 shard_cache.py   -cache_gb: copies shards of a URL to this node
-make_tokens.py   token files from text
+make_tokens.py   token files from text; token_files.py: finds, opens and checks them for -dataset tokens
 make_digits.py   writes data/digits.npz
 flags_page.py    writes docs/flags.md
 train.sh         sets up .venv by set_up.sh, and trains; test.sh: the same for the tests

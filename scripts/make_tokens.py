@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib.dataset import tokens
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError
-from lib.utils.files import is_debris
+from lib.utils.files import is_debris, split_of
+from scripts import token_files
 
 PIECE = 1 << 20  # bytes that are encoded at once, up to the end of a line
 SPLITS = ("train", "val", "test")
@@ -69,10 +69,10 @@ def found(texts: list[Path], out: Path) -> dict[str, list[Path]]:
     for text in texts:
         if not text.exists():
             raise UsageError(f"{text}: no such file or folder")
-        is_part = text.is_file() or (len(texts) > 1 and tokens.split_of(text.stem))
+        is_part = text.is_file() or (len(texts) > 1 and split_of(text.stem))
         inner = [text] if is_part else sorted(one for one in text.iterdir() if not is_debris(one.name))
         entries += [one for one in inner if one.resolve() not in made and one.suffix != ".partial"]
-    named, known = tokens.by_split(entries) or {"": entries}, set()
+    named, known = token_files.by_split(entries) or {"": entries}, set()
     parts = {}
     for split, some in named.items():
         parts[split] = [file for one in some for file in files_of(one) if file.resolve() not in made]
@@ -89,7 +89,7 @@ def found(texts: list[Path], out: Path) -> dict[str, list[Path]]:
 
 def files_of(text: Path) -> list[Path]:
     """Return a file, or the files in a folder."""
-    return tokens.find_texts(str(text)) if text.is_dir() and not text.is_symlink() else [text]
+    return token_files.find_texts(str(text)) if text.is_dir() and not text.is_symlink() else [text]
 
 
 def check_texts(files: list[Path]) -> None:

@@ -63,7 +63,7 @@ PARTS = {
         "lib/arch/mlp.py lib/arch/resnet.py lib/arch/gpt.py lib/dataset/fake.py lib/dataset/folder.py "
         "lib/dataset/tar.py lib/dataset/tokens.py lib/trainer/ema.py scripts/pack.py "
         "scripts/tar_index.py scripts/remote.py scripts/shard_cache.py scripts/sampling.py scripts/mixture.py "
-        "scripts/make_*.py scripts/recipes/[gir]* tests/command_line.py tests/saves.py "
+        "scripts/make_*.py scripts/token_files.py scripts/recipes/[gir]* tests/command_line.py tests/saves.py "
         "tests/test_config.py tests/test_datasets.py tests/test_plugin_flags.py tests/test_resume.py "
         "tests/test_tokens.py tests/test_train.py docs/data.md docs/examples/*",
         "balance cache_gb class_weights",

@@ -283,10 +283,9 @@ def expand(pattern: str) -> list[str]:
 def split_of(file: str) -> str:
     """Return the split of a pattern's file: by a word of its name, or how that begins, or else by its folder's."""
     for name in reversed(file.lower().split("/")[-2:]):
-        words = {*re.findall("(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", name)}
         begin = [split for split in SPLITS if name.startswith(split)]
-        if found := [*words] if len(words) == 1 else begin:
-            return found[0]
+        if found := files.split_of(name) or "".join(begin):
+            return found
     return "train"
 
 

@@ -16,6 +16,7 @@ from lib import config
 from lib.core import loss
 from lib.dataset import tokens
 from lib.utils.errors import UsageError
+from scripts import token_files
 
 SMALL = "-tokens_length 16 -batch_size 8 -micro_batch 4 -log_every 1 "
 SMALL += "-gpt_depth 1 -gpt_width 16 -gpt_heads 2 -gpt_dropout 0.1"
@@ -58,13 +59,13 @@ def starts_of(part):
 def test_the_files_of_a_folder_are_joined_to_one_sequence_of_bytes(texts):
     files = sorted(texts.glob("*/*.txt"))
     whole = b"".join(file.read_bytes() for file in files)
-    assert tokens.read_text(str(texts)).tobytes() == whole and len(whole) == 6000
-    assert tokens.read_text(str(files[-1])).tobytes() == files[-1].read_bytes()
+    assert token_files.read_text(str(texts)).tobytes() == whole and len(whole) == 6000
+    assert token_files.read_text(str(files[-1])).tobytes() == files[-1].read_bytes()
 
 
 @pytest.mark.parametrize("samples", [0, 1, 7, 1000])
 def test_text_for_validation_and_test_is_not_trained_on(texts, samples):
-    parts, whole = splits_of(texts, "-tokens_samples", str(samples)), tokens.read_text(str(texts))
+    parts, whole = splits_of(texts, "-tokens_samples", str(samples)), token_files.read_text(str(texts))
     assert [len(part.tokens) for part in parts.values()] == [5400, 300, 300]
     assert np.array_equal(np.concatenate([part.tokens for part in parts.values()]), whole)
     for name, part in parts.items():
@@ -78,7 +79,7 @@ def test_text_for_validation_and_test_is_not_trained_on(texts, samples):
 
 def test_without_data_the_text_is_the_standard_library_of_this_python(tmp_path):
     args = config.parse_args(["-dataset", "tokens"])
-    text = tokens.read_text(args.data).tobytes()
+    text = token_files.read_text(args.data).tobytes()
     assert Path(argparse.__file__).read_bytes() in text and len(text) > 5e6
     assert Path(pytest.__file__).read_bytes() not in text, "installed packages must be left out"
     assert (args.arch, args.num_classes) == ("gpt", 256)
@@ -160,7 +161,6 @@ ONE_BYTE = {
 
 @pytest.mark.parametrize("content", ONE_BYTE.values(), ids=ONE_BYTE)
 def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
-    pytest.importorskip("scripts.check_tokens")
     (folder / "train.bin").write_bytes(content)
     with pytest.raises(UsageError, match=r"train.bin is a text, or holds tokens of one byte"):
         splits_of(folder)
@@ -169,10 +169,9 @@ def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
 @pytest.mark.parametrize("vocabulary", [2, 65, 128, 256, 257, 300, 1024, 8192, 32000, 50257, 65536])
 @pytest.mark.parametrize("count", [20, 32, 100, 1000, 100_000])
 def test_tokens_of_two_bytes_are_never_taken_for_bytes(vocabulary, count):
-    check_tokens = pytest.importorskip("scripts.check_tokens")
     for seed in range(20):
         shares = DRAW.random(count) ** (1 + seed % 4)
-        assert not check_tokens.are_bytes((shares * vocabulary).astype(np.uint16))
+        assert not token_files.are_bytes((shares * vocabulary).astype(np.uint16))
 
 
 def test_a_folder_without_a_text_is_refused_in_one_line(tmp_path):

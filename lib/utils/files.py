@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 import time
 from collections.abc import Callable
@@ -60,3 +61,10 @@ def retry(read: Callable[[], Any]) -> Any:
 def is_debris(name: str) -> bool:
     """Return whether a file or folder of this name is hidden, or made by a system that nobody asked to."""
     return name.startswith((".", "~$")) or name.lower() in DEBRIS
+
+
+def split_of(name: str) -> str:
+    """Return the split that a word of a name says, as training, Valid or dev; "" without one, or with several."""
+    words = re.findall(r"(?<![a-z])(train|val|dev|test)(?:ing|id|idation)?(?![a-z])", name.lower())
+    found = {"val" if word == "dev" else word for word in words}
+    return found.pop() if len(found) == 1 else ""

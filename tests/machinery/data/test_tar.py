@@ -118,7 +118,7 @@ def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
     assert tar_index.expand("a{08..10}") == tar_index.expand("a{10..08}") == ["a08", "a09", "a10"]
     assert tar_index.expand("{x{1..2},y}") == ["x1", "y", "x2"]
     assert tar_index.expand("{x,y}/{1..2}.tar") == ["x/1.tar", "x/2.tar", "y/1.tar", "y/2.tar"]
-    names = ("x-train-0.tar", "x-validation-0.tar", "a/valset-0.tar", "val/0.tar", "val/train-0.tar", "x/0.tar")
+    names = ("x-train-0.tar", "x-dev-0.tar", "a/valset-0.tar", "val/0.tar", "val/train-0.tar", "x/0.tar")
     assert [*map(tar_index.split_of, names)] == ["train", "val", "val", "val", "train", "train"]
     for root in ("file:///D", "/D", "s3://D/x"):
         assert tar_index.root_of(root + "/{train-0,val-1}.tar") == root
