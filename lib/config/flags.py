@@ -161,7 +161,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-find_unused", SWITCH, "let DDP look for parameters that a pass does not use; not under -deterministic")
     add("-recompute", SWITCH, "gradient checkpointing: compute a block's activations again in the backward pass")
     add("-compile", COMPILE, "torch.compile, block by block or the whole model")
-    add("-channels_last", SWITCH, "keep channels last in memory: faster for convolutions; not under fsdp")
+    add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")
     exact = "the same bits on any number of processes, by deterministic algorithms; no: sums as torch makes them"
     add("-deterministic", {**SWITCH, "default": None}, f"{exact} (on the CPU the sums only)")
 

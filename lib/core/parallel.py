@@ -50,7 +50,7 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
         is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
         if is_frozen or (one in chosen and (isinstance(one, _NormBase) or not weights)):
             one.eval()
-    if args.channels_last and args.parallel != "fsdp":  # which cannot shard them
+    if args.channels_last and world.device.type == "cuda" and args.parallel != "fsdp":  # which cannot shard them
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
