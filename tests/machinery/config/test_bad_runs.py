@@ -8,7 +8,7 @@ import runs
 import torch
 from command_line import tree
 from processes import until
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 import train
 from lib import config
@@ -26,7 +26,7 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
     [
         (STREAM, ["train split is a Stream", "len()"]),
         (Dataset(), ["train split is a Dataset", "len()"]),
-        (EMPTY, ["train split is empty"]),
+        (Subset(WHOLE, torch.arange(4) > 1), ["train split has a Subset of True and False"]),
         (None, ["train split is a NoneType"]),
         ({"train": (WHOLE, WHOLE)}, ["train split is a tuple, not"]),
         ({"training": WHOLE}, ["training", "train is required"]),
