@@ -31,7 +31,7 @@ from lib.utils.errors import UsageError, call_optional
 log = logging.getLogger(__name__)
 # Attributes of the trainer that a subclass may replace, and those that the trainer makes later.
 MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule total_steps val_splits".split()}
-MADE_LATER = {*"all_optimizers checks engine has_stepped measured micro_batch trained".split()}
+MADE_LATER = {*"all_optimizers checks engine has_stepped measured trained".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"

@@ -62,6 +62,7 @@ class Trainer:
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.logs_scalars, self.is_evaluating = world.is_main, False  # in a pass: whether this one is no padding
+        self.micro_batch = None  # of the pass that runs, in the training or in an evaluation
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
@@ -464,7 +465,7 @@ class Trainer:
     def evaluating(self) -> Iterator[None]:
         """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
         self.checks.run()
-        self.is_evaluating = True
+        self.is_evaluating, of_pass = True, self.micro_batch
         roots = find_parts(self).modules.values()
         modes = [(module, module.training) for root in roots for module in root.modules()]
         for root in roots:
@@ -472,7 +473,7 @@ class Trainer:
         try:
             yield
         finally:
-            self.is_evaluating = False
+            self.is_evaluating, self.micro_batch = False, of_pass
             for module, training in modes:
                 if module.training != training:
                     module.train(training)  # it may do more, as merging LoRA's weights

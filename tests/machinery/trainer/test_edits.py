@@ -349,13 +349,13 @@ def test_best_weights_are_evaluated_as_they_are_however_a_trainer_takes_its_aver
 
 
 def test_the_norm_of_a_sharded_weight_is_logged(tmp_path):
-    starts = ("-cpu 1 -model one", "-cpu 2 -parallel fsdp")
-    in_pass = acting("training_step", lambda self, _: self.log_scalar("in_pass", self.model[1].weight.norm()))
+    log = lambda self, _: self.log_scalar("in_pass", self.micro_batch.number * self.model[1].weight.norm())  # noqa: E731
+    in_pass = acting("training_step", lambda *given: [given[0].evaluate("val"), log(*given)])
     in_step = acting("optimizer_step", lambda self: self.log_scalar("norm", self.model[1].weight.norm()))
     logs = type("LogsWeights", (in_pass, in_step), {})
-    found = [lines(edited(tmp_path, flags, logs, plain_net)) for flags in starts]
+    starts = [edited(tmp_path, flags, logs, plain_net) for flags in ("-cpu 1 -model one", "-cpu 2 -parallel fsdp")]
     for name in ("train/norm", "train/in_pass"):
-        one, two = ([line[name] for line in logged if name in line] for logged in found)
+        one, two = ([line[name] for line in lines(folder) if name in line] for folder in starts)
         assert one and one == pytest.approx(two, rel=1e-5), name
 
 
