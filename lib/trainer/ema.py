@@ -27,6 +27,7 @@ class Trainer(trainer.Trainer):
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
+        self.is_swapped = False  # whether the model has the average
         self.average = nn.Module()  # its parameters are in every checkpoint
         for name, tensor in self.averaged_tensors().items():
             kept = nn.Parameter(tensor.detach().clone(), requires_grad=False)
@@ -41,15 +42,18 @@ class Trainer(trainer.Trainer):
 
     @contextlib.contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        self.swap()
+        is_due = not (self.is_swapped or self.is_loaded)  # as around evaluate(), which has such a block itself
+        if is_due:
+            self.swap()
         try:
             yield
         finally:
-            self.swap(back=True)
+            if is_due:
+                self.swap(back=True)
 
     def swap(self, back: bool = False) -> None:
         """Exchange the values of weights and averages; `back`: the last ones first, as some may share memory."""
-        pairs = [*zip(*self.local_tensors(), strict=True)]
+        self.is_swapped, pairs = not back, [*zip(*self.local_tensors(), strict=True)]
         for average, tensor in reversed(pairs) if back else pairs:
             kept = tensor.clone()
             tensor.copy_(average)
