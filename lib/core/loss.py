@@ -149,9 +149,9 @@ def split_output(answer: Any) -> tuple[Any, Any]:
 def get_loss(args: Namespace) -> nn.Module:
     """Return a module (outputs, targets) -> the mean loss over the batch, a scalar."""
     numbers = args.class_weights if args.class_weights != "balanced" else None  # `Run.prepare` sets balanced ones
-    if args.loss != "cross_entropy" and (numbers or args.ignore_index != -100):
-        raise UsageError(f"-loss {args.loss} takes no -class_weights or -ignore_index, as cross_entropy does")
     if args.loss != "cross_entropy":
+        if numbers or args.ignore_index != -100:
+            raise UsageError(f"-loss {args.loss} takes no -class_weights or -ignore_index, as cross_entropy does")
         return BY_NAME[args.loss]()
     weights = torch.tensor([float(one) for one in numbers.split(",")]) if numbers else None
     if weights is not None and len(weights) != args.num_classes:

@@ -169,9 +169,12 @@ class Trainer:
 
     def is_done(self) -> bool:
         """Return whether the training is over: after all steps, or by -stop_after. The state alone decides."""
+        return self.state.evaluated and (self.has_stalled() or self.state.step >= self.total_steps)
+
+    def has_stalled(self) -> bool:
+        """Return whether -stop_after ends the training: so many validations without a better one."""
         best, patience = self.state.best, self.args.stop_after
-        early = patience and best and self.state.evaluations - best["evaluation"] >= patience
-        return self.state.evaluated and (bool(early) or self.state.step >= self.total_steps)
+        return bool(best and patience and self.state.evaluations - best["evaluation"] >= patience)
 
     def train_epoch(self) -> None:
         """Train the rest of the epoch, or until a stop; evaluate and save when that is due."""
@@ -567,9 +570,9 @@ class Trainer:
         outcome |= {"test": {}, **(figures or {})}
         if finished and self.state.step < self.plan.total_steps:
             outcome["reason"] = "is_done() or total_steps of this trainer"
-            best, after = self.state.best, self.args.stop_after
-            if best and after and self.state.evaluations - best["evaluation"] >= after:
-                outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {best['epoch']}"
+            if self.has_stalled():
+                since = f"nothing better since epoch {outcome['best']['epoch']}"
+                outcome["reason"] = f"-stop_after {self.args.stop_after}: {since}"
         if self.world.is_writer:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
