@@ -48,8 +48,7 @@ def evaluate(trainer: Trainer) -> str:
     trainer.make_engine()
     kind, methods = type(trainer), ("evaluate", "evaluation_step", "compute_metrics", "count_targets")
     is_own = any(getattr(kind, name) is not getattr(Trainer, name) for name in methods)
-    of_base = trainer.of_base.keys() | replicas.MADE_LATER
-    used = {name: one for name, one in vars(trainer).items() if is_own and name not in of_base}
+    used = {name: one for name, one in vars(trainer).items() if is_own and name not in replicas.OF_TRAINER}
     for name, one in {"loss": trainer.loss, **used}.items():  # such methods may use others' weights, as a teacher's
         values = [*one.state_dict().values()] if isinstance(one, nn.Module) else tree_leaves(one)
         has_state = hasattr(one, "load_state_dict") and not isinstance(one, (nn.Module, *OF_TRAINING))

@@ -110,6 +110,8 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
 
     Of class numbers with `ignore_index` they are a 0-d tensor, for which nobody waits.
     """
+    if isinstance(batch, Tensor) and batch.ndim and samples:
+        return len(batch)  # a collate_fn may have left samples out
     _, targets = split_batch(batch)
     are_rows = isinstance(targets, Tensor) and targets.ndim
     if isinstance(targets, list):  # one of each sample, as boxes; or, as default_collate makes them, several of all

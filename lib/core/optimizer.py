@@ -100,6 +100,7 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     """
     devices = {parameter.device.type for parameter in parameters}
     has_gaps = any(one.stride() != torch.empty_like(one).stride() for one in parameters)  # fused kernels write there
+    has_gaps |= len({*map(is_sharded, parameters)}) > 1  # and take no mixture of shards and whole tensors
     if devices == {"cpu"}:
         return not (has_gaps or args.deterministic or args.parallel == "fsdp")
     return not has_gaps and devices == {"cuda"} and (args.optimizer.lower() != "sgd" or args.parallel != "fsdp")
@@ -133,10 +134,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor  # else its norm has other bits
 
 
-def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
+def step(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Take one step, or none if the norm is not finite. On a GPU fused kernels decide that, and nobody waits."""
     if norm.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["found_inf"] = (~torch.isfinite(norm)).float()  # their own switch, as GradScaler uses it
         optimizer.step()
     elif torch.isfinite(norm):
-        scaler.step(optimizer)
+        optimizer.step()

@@ -29,9 +29,17 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.errors import UsageError, call_optional
 
 log = logging.getLogger(__name__)
-# Attributes of the trainer that a subclass may replace, and those that the trainer makes later.
+# The attributes of lib/trainer/trainer.py as the template has them, and those that a subclass may replace.
+OF_TRAINER = {
+    *"all_optimizers args checkpoints checks config engine folder has_stepped is_evaluating is_loaded".split()
+}
+OF_TRAINER |= {
+    *"is_unscaled is_whole loaders logger logs_scalars loss loss_sums marks may_stop measured metrics".split()
+}
+OF_TRAINER |= {*"micro_batch model more_optimizers must_wait of_base optimizer pending_losses pending_norms".split()}
+OF_TRAINER |= {*"pending_saves plan rate saved scaler schedule state stop total_steps trained".split()}
+OF_TRAINER |= {"val_splits", "world"}
 MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule total_steps val_splits".split()}
-MADE_LATER = {*"all_optimizers checks engine has_stepped measured trained".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
@@ -130,7 +138,8 @@ class Checks:
         odd = [name for name, one in named if one.grad is not None and one not in trained]
         idle = [name for name, one in named if one in trained - known and one.requires_grad and one.grad is None]
         self.count += saves
-        is_turn = self.trainer.stop.agreed or self.count & (self.count - 1) == 0  # at 1, 2, 4, 8 and so on
+        is_last = self.trainer.stop.agreed or self.trainer.is_done()
+        is_turn = is_last or self.count & (self.count - 1) == 0  # at 1, 2, 4, 8 and so on
         now = plain_values(self.trainer) if saves and self.values and is_turn else {}
         same = {name: one for name, one in now.items() if one not in (None, LARGE) and one == self.values.get(name)}
         kept = {name: str(mark) for name, mark in same.items() if type(mark) is str or mark != self.made.get(name)}
@@ -177,7 +186,7 @@ def parts_of(trainer: Any) -> set[tuple[str, int]]:
 def check_names(trainer: Any) -> None:
     """Raise UsageError for attributes of a subclass in place of what the trainer itself has under their names."""
     for name, own in sorted(vars(trainer).items()):
-        is_fixed = name in ({*trainer.of_base} | MADE_LATER) - MAY_REPLACE
+        is_fixed = name in OF_TRAINER - MAY_REPLACE - {"of_base"}
         replaced = is_fixed and id(own) != trainer.of_base.get(name, id(None))
         hides = callable(getattr(type(trainer), name, None)) and not callable(own)
         if replaced or hides or (name == "schedule" and not isinstance(own, dict)):
@@ -195,8 +204,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     skipped = {id(trainer), id(torch.default_generator), *(number for _, number in parts_of(trainer))}
     skipped |= {id(kept) for one in parts.optimizers.values() for kept in (one.state, one.param_groups)}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
-    of_base = {*trainer.of_base, *MADE_LATER, "of_base"} - {"schedule", "total_steps"}  # which a trainer may change
-    own = vars(trainer).keys() - of_base - (trainer.state_dict().keys() if "self" in parts.others else set())
+    of_trainer = OF_TRAINER - {"schedule", "total_steps"}  # which a trainer may change
+    own = vars(trainer).keys() - of_trainer - (trainer.state_dict().keys() if "self" in parts.others else set())
     named: dict[str, Any] = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     named = {name: one.detach() if isinstance(one, Tensor) else one for name, one in named.items()}
     named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
@@ -211,12 +220,14 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     for split, loader in trainer.loaders.items():
         for one in [one for one in nested(loader.dataset) if not hasattr(one, "set_epoch")]:
             for key, value in {"weights": None, **getattr(one, "__dict__", {})}.items():  # which may come later
-                is_state = isinstance(value, PLAIN | None) or key in ("on_device", "tensors", "weights")
+                is_state = isinstance(value, PLAIN | set | None) or key in ("on_device", "tensors", "weights")
+                is_state |= hasattr(value, "get_obj")  # of multiprocessing
                 is_state |= key == "sampler" and not hasattr(value, "set_epoch")
                 is_state |= isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) < MOST_BYTES
-                if isinstance(value, list | dict) and len(value) <= MOST_ROWS and not is_state:  # a cache grows
+                if isinstance(value, list | dict) and not is_state:  # a cache grows
                     entries = [*value.values()] if isinstance(value, dict) else value
-                    key, is_state = f"{key} of {len(value)}", all(isinstance(one, PLAIN) for one in entries)
+                    key, value = f"{key} of {len(value)}", entries[:: len(value) // MOST_ROWS + 1]
+                    is_state = all(isinstance(one, PLAIN) for one in value)
                 own = [] if is_state else own_parts(value)  # else a library's, which reading may change: by its id
                 if is_state or callable(value) or any(map(callable, own)):
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"
@@ -292,9 +303,13 @@ class Mark(pickle.Pickler):
         """Return what stands for an object: of a tensor its checksum, unless it is the model's or has a gradient."""
         if id(value) in self.skipped or id(value) in self.whole.seen:
             return ""
+        if hasattr(value, "get_obj"):  # of multiprocessing
+            return bytes(value.get_obj())
         if hasattr(value, "__dict__") and not isinstance(value, Collection) and is_own(type(value)):
             self.whole.seen.add(id(value))
             return [(key, Mark(self.skipped, self.storages, self.whole).of(one)) for key, one in vars(value).items()]
+        if isinstance(value, set):
+            return sorted(map(repr, value))
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             return time.monotonic_ns()
         if isinstance(value, Tensor):

@@ -30,6 +30,7 @@ class Engine:
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
             raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
         self.recomputes, self.sums = args.recompute, False  # sums: whether DDP sums in this pass
+        self.keeps_start = world.size > 1 and world.rank == 0 and world.device.type == "cpu"  # for just_in_time.py
         self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
         self.by_ddp: set[nn.Parameter] = set()
         self.reached: set[nn.Parameter] = set()  # by this backward pass
@@ -44,7 +45,7 @@ class Engine:
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         self.parameters, self.sums = parameters, micro_batch.last
-        self.buffers.starts = self.buffers.copies() if micro_batch.first else self.buffers.starts
+        self.buffers.starts = self.buffers.copies() if self.keeps_start and micro_batch.first else self.buffers.starts
         self.called.clear()
         self.reached.clear()
         for module in self.wrapped:

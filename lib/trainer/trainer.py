@@ -58,7 +58,6 @@ class Trainer:
         self.schedule = {"kind": args.lr_schedule, "total": self.total_steps, "end": args.lr_end * scale}
         self.schedule |= {"start": args.lr_start * scale, "warmup": args.lr_warmup * self.plan.steps}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)  # which finds inf
-        self.precision = parallel.autocast(args, world.device)
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.logs_scalars, self.is_evaluating = world.is_main, False  # in a pass: whether this one is no padding
@@ -233,7 +232,7 @@ class Trainer:
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
         self.micro_batch, self.logs_scalars = micro_batch, micro_batch.count > 0
-        with self.precision:
+        with parallel.autocast(self.args, self.world.device):
             loss = self.training_step(batch)
         self.logs_scalars = self.world.is_main
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -253,9 +252,11 @@ class Trainer:
         frozen = [one for one in self.trained if not one.requires_grad]
         for one in frozen:  # it may have been used in this pass before, as a GAN's critic
             one.requires_grad_(True)
-        self.engine.backward(self.scaler.scale(loss), micro_batch, figures)
-        for one in frozen:
-            one.requires_grad_(False)
+        try:
+            self.engine.backward(self.scaler.scale(loss), micro_batch, figures)
+        finally:  # DDP fails here if a process is lost, and then the last step is saved
+            for one in frozen:
+                one.requires_grad_(False)
 
     def rescale_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
         """Make the sums, weighted by count / step_samples, the gradient of the mean over all `total` targets, 0-d."""
@@ -288,7 +289,7 @@ class Trainer:
         due = self.due_optimizers()
         norm = self.clip_gradients(due)
         for optimizer in due:
-            optimizers.step(optimizer, self.scaler, norm)
+            optimizers.step(optimizer, norm)
         if due:
             self.scaler.update()
         return norm
@@ -321,6 +322,7 @@ class Trainer:
         save = milestone or self.is_due(self.args.save_every)
         if self.is_due(self.args.eval_every) or state.step >= self.total_steps:
             self.is_whole = type(self).validate is Trainer.validate  # as with after_step
+            self.must_wait = not self.is_whole  # a save in a subclass's has what is due after it, too
             self.validate()
         state.evaluated = True
         if state.step % self.plan.steps == 0:
@@ -406,6 +408,7 @@ class Trainer:
                 metrics.check_same(figures, self.world)
                 best = metrics.new_best(state.best, figures, self.args.best, state.evaluations + 1)
             except UsageError:
+                self.must_wait = False
                 self.save()  # the training up to here: the next start begins with the validation
                 self.checkpoints.finish()
                 raise
@@ -442,7 +445,7 @@ class Trainer:
                 if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # need all ranks
                     count = self.count_targets(batch, micro_batch.count) if micro_batch.count else 0
                     before = self.checks.count_collectives()
-                    with self.precision:
+                    with parallel.autocast(self.args, self.world.device):
                         given = self.evaluation_step(self.model, batch, count)
                     if self.checks.count_collectives() != before:
                         raise UsageError("evaluation_step exchanges values, not on all ranks: give Ratio(sum, count)")
@@ -460,8 +463,8 @@ class Trainer:
 
     def mark_all(self) -> dict[str, Any]:
         """Return marks of parameters, statistics and states; {} if `evaluate` is this class's, which changes none."""
-        own, is_ddp = type(self).evaluate is not Trainer.evaluate, self.world.size > 1 and self.plan.engine != "exact"
-        is_kept = lambda name, one: isinstance(one, nn.Parameter) or (is_statistic(name) and not is_ddp)  # noqa: E731
+        own, is_others = type(self).evaluate is not Trainer.evaluate, self.world.rank and self.plan.engine != "exact"
+        is_kept = lambda name, one: isinstance(one, nn.Parameter) or (is_statistic(name) and not is_others)  # noqa: E731
         return self.checks.checksums(is_kept) if own else {}
 
     @contextlib.contextmanager
@@ -571,8 +574,8 @@ class Trainer:
         if finished and self.state.step < self.plan.total_steps:
             outcome["reason"] = "is_done() or total_steps of this trainer"
             if self.has_stalled():
-                since = f"nothing better since epoch {outcome['best']['epoch']}"
-                outcome["reason"] = f"-stop_after {self.args.stop_after}: {since}"
+                since = outcome["best"]["epoch"]
+                outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {since}"
         if self.world.is_writer:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:

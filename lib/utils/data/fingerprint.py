@@ -65,6 +65,7 @@ def _class_names(part: MapDataset, wrapped: bool = False) -> list[str]:
     """Return the names of a split's classes, or of its parts'; [] without, as where a library has a number there."""
     own = option(part, "classes")
     found = [getattr(one, "classes", None) for one in fetch.nested(part, wrapped)] if own is None else [own]
+    found = [[*one] if one is not None and getattr(one, "ndim", 0) == 1 else one for one in found]
     named = [[*map(str, one)] for one in found if isinstance(one, Sequence | Mapping)]
     if not wrapped and any(one != named[0] for one in named):
         raise UsageError("joined data sets have different classes: number them alike, or set `classes` of the whole")

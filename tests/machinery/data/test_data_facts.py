@@ -92,7 +92,7 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
     same.items = ["never read"] * 3
     assert changed(one, same) == changed(Subset(one, [0, 2]), Subset(same, [0, 2])) == []
     assert changed(one, other) == ["train digest"]
-    for classes, wanted in (("ab", ["a", "b"]), (5, [])):
+    for classes, wanted in (("ab", ["a", "b"]), (np.array(["a", "b"]), ["a", "b"]), (5, [])):
         assert describe(Subset(Items([1], classes=classes), [0]))["classes"] == wanted
         joined = ConcatDataset([Items([1], classes=classes), Items([2], classes=tuple(wanted)), Items([3])])
         assert describe(Subset(joined, [0, 1]))["classes"] == wanted

@@ -142,7 +142,7 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
                 scaler.scale(value * model(torch.ones(1, 3)).sum()).backward()
                 scaler.unscale_(optimizer)
                 norm = optimizers.clip(list(model.parameters()), 0, exact=False)
-                optimizers.step(optimizer, scaler, norm.as_subclass(OfGpu) if switch else norm)
+                optimizers.step(optimizer, norm.as_subclass(OfGpu) if switch else norm)
                 scaler.update()
     finally:
         torch.use_deterministic_algorithms(False)
