@@ -91,7 +91,7 @@ class Run:
         if self.mirror:
             self.mirror.start()
         if self.loaded:
-            log.info("-weights:    %s", self.loaded)
+            log.log(logging.WARNING if weights.FEW in self.loaded else logging.INFO, "-weights:    %s", self.loaded)
         for name in [name for name, value in self.plan.data.items() if value == fingerprint.NEVER_THE_SAME]:
             split = name.removesuffix(" digest")
             log.warning("what %s gives differs each time it is read: no resume is exact (own generators?)", split)

@@ -46,11 +46,13 @@ class MixedDataset:
     def get_dataset(self, args: Args) -> dict[str, Any]:
         """Return a mixture for train, val_NAME for each place that has val, and what the places have for test.
 
-        Raises UsageError under -skip_bad_files, which would leave out what is drawn.
+        Raises UsageError under -skip_bad_files, which would leave out what is drawn, and under -shuffle no.
         """
         from lib.utils.data.loader import splits
         from scripts.sampling import Mixture
 
+        if not args.shuffle:
+            raise UsageError("-shuffle no: the samples of a mixture are drawn by their shares")
         if args.skip_bad_files:
             raise UsageError("-skip_bad_files: not in a mixture; -check_data lists the files to remove")
         files = [Path(of_place(args, place).data, "tokenizer.json") for place in self.names]

@@ -120,12 +120,12 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), "an option of it, as betas=0.9,0.95; repeatable")
     add("-lr_schedule", {"choices": (*scheduler.BY_NAME,)}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
-    add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
+    add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate of the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
     add("-lr_batch", COUNT, "-lr_start is for steps of N samples: scale it linearly to -batch_size")
     add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to 1-d parameters, as biases and most norms", 0.01)
     add("-momentum", BELOW_1, "momentum of sgd", 0.9)
-    add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
+    add("-clip_grad", NOT_NEGATIVE, "clip the norm of all optimizers' gradients at X; 0: do not clip", 0.0)
 
     group("saving and stopping", "allow")
     every = value(types.every_or_minutes, "auto|N[epochs|steps|minutes]")
@@ -133,7 +133,9 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_hours", COUNT_OR_0, "also keep the first checkpoint of each of the last N hours", 0)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
-    add("-best", value(types.metric, "METRIC"), "val metric of the best weights, as mae:min (accuracy, else loss)")
+    add(
+        "-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, or gap:min (accuracy, else loss)"
+    )
     add("-stop_after", COUNT, "early stopping after N validations without a better -best")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")

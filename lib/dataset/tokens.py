@@ -34,7 +34,8 @@ def describe(args) -> dict[str, int | None]:
     if not find_files(args.data):
         return {"num_classes": 256}
     meta = read_meta(args.data)
-    return {"num_classes": 50257 if meta is None else meta.get("vocabulary")}
+    is_unknown = Path(args.data, "meta.pkl").exists()  # nanoGPT's, which could run any code: it is not read
+    return {"num_classes": meta.get("vocabulary") if meta is not None else None if is_unknown else 50257}
 
 
 def get_dataset(args) -> dict[str, Dataset]:
@@ -47,7 +48,8 @@ def get_dataset(args) -> dict[str, Dataset]:
     if files := find_files(args.data):
         meta = read_meta(args.data) or {}
         if args.num_classes is None:
-            raise UsageError(f"{args.data}/meta.json has no vocabulary, or is odd: give -num_classes, of all tokens")
+            fault = "meta.json has no vocabulary, or is odd: give -num_classes, of all tokens"
+            raise UsageError(f"{args.data}: {fault} (nanoGPT's meta.pkl has vocab_size)")
         parts = {split: token_files.open_split(split, some, args.num_classes, meta) for split, some in files.items()}
     else:
         parts = token_files.read_texts(args.data)

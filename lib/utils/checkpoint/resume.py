@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
@@ -247,6 +248,9 @@ def load(past: Past, parts: state.Parts, world: distributed.World, args: "Args")
         for tensor in tensors.values():
             distributed.broadcast_tensor(tensor, past.sender)
     parts.load(states, tensors, allowed)
+    for name, part in parts.others.items() if allowed & {"batch_size", "epochs", "steps"} else ():
+        if isinstance(part, LRScheduler) and not isinstance(part, ReduceLROnPlateau):
+            log.warning("%s goes on with the length that it had: its state has it", name)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in allowed:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"

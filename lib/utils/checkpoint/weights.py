@@ -13,6 +13,7 @@ from lib.utils.errors import UsageError, load_optional
 
 ALONE = distributed.World()
 FILE = "weights.safetensors"
+FEW = ", less than half of the model"
 OTHERS = "scripts.other_weights", "weights of other programs"
 FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # smaller ones have scales next to them
 IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
@@ -100,7 +101,9 @@ def load_into(
     unused = sorted(given.keys() - found.values())
     parts = {"as": renamed, "not loaded, as missing or of another shape:": sorted(missing), "not used:": unused}
     more = "".join(f"; {title} {_list(one)}" for title, one in parts.items() if one)
-    return f"{path}: {len(loaded)} tensors loaded{more}"
+    sizes = [sum(one.numel() for one in some if isinstance(one, nn.Parameter)) for some in (loaded, names)]
+    share = FEW if 2 * sizes[0] < sizes[1] else ""
+    return f"{path}: {len(loaded)} tensors loaded{share}{more}"
 
 
 def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -61,13 +61,18 @@ def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
         whole = queue.pop()
         parts = [whole.dataset] if isinstance(whole, Subset) else getattr(whole, "datasets", ())
         parts = [*parts.values()] if isinstance(parts, Mapping) else [*parts]
-        values = [*getattr(whole, "__dict__", {}).values()] if wrapped else []
-        lists_of = [one for one in values if isinstance(one, list | tuple) and one and isinstance(one[0], Dataset)]
-        values += [one for several in lists_of for one in several]
-        parts += [one for one in values if isinstance(one, Dataset)]
+        for value in getattr(whole, "__dict__", {}).values() if wrapped else ():
+            several = value.values() if isinstance(value, dict) else value
+            several = several if isinstance(value, dict | list | tuple) else [value]
+            parts += several if _is_data(next(iter(several), None)) else []
         found[id(whole)] = whole
         queue += [part for part in parts if id(part) not in found]
     return [*found.values()]
+
+
+def _is_data(one: Any) -> bool:
+    """Whether an attribute of a dataset is another one, of torch's class or by its methods."""
+    return isinstance(one, Dataset) or (hasattr(type(one), "__getitem__") and hasattr(one, "set_epoch"))
 
 
 def check_indices(dataset: Any, name: str) -> None:
