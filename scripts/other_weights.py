@@ -4,7 +4,7 @@ import argparse
 import json
 import pickle
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
@@ -72,21 +72,51 @@ def match_names(given: Collection[str], names: Collection[str]) -> dict[str, str
     """Return the name in a file of each of a model's names that is there.
 
     It is the same one, or the only one that is the same without wrappers' names; or without the file's first parts,
-    if more than half of the model is there then; or else without all of PREFIXES.
+    if more than half of the model is there then; or else without all of PREFIXES. If more fit one part of the model,
+    as a base model's file fits it below a head, it is of that part.
     """
     found = _match(given, names, set())
     for left_out, first in ((WRAPPERS, 0), (WRAPPERS, 1), (WRAPPERS, 2), (PREFIXES, 0)):
         more = _match(given, names, left_out, first)
         if not first or 2 * len(more) > len(names):
             found = more | found
+    for left_out in (WRAPPERS, PREFIXES):
+        more = _match_part(given, names, left_out)
+        if len(more) > len(found):
+            found = more | found
     return found
 
 
 def _match(given: Collection[str], names: Collection[str], left_out: set[str], first: int = 0) -> dict[str, str]:
     """Return the only given name of each name that is the same without some parts, and without its `first` ones."""
-    theirs, ours = defaultdict(list), defaultdict(list)
-    for by_short, some, start in ((theirs, given, first), (ours, names, 0)):
-        for name in some:
-            parts = [part for part in name.split(".") if part not in left_out]
-            by_short[".".join(parts[start:])].append(name)
+    theirs, ours = _by_short(given, left_out, first), _by_short(names, left_out)
     return {same[0]: theirs[short][0] for short, same in ours.items() if len(same) == len(theirs[short]) == 1}
+
+
+def _match_part(given: Collection[str], names: Collection[str], left_out: set[str]) -> dict[str, str]:
+    """Return the only given name of each name in one part of the model, as `bert` is one: without the part's name.
+
+    In the file must be more than half of the part, and these more than half of the model, or of the file. None is
+    returned if the file fits another part, too: it may be the student's, or the teacher's.
+    """
+    theirs, parts, sizes = _by_short(given, left_out), defaultdict(dict), Counter()
+    for short, same in _by_short(names, left_out).items():
+        part, _, rest = short.partition(".")
+        sizes[part] += len(same)
+        if len(same) == len(theirs[rest]) == 1:
+            parts[part][same[0]] = theirs[rest][0]
+    fitting = sorted((found for part, found in parts.items() if 2 * len(found) > sizes[part]), key=len)
+    if not fitting or 2 * len(fitting[-1]) <= min(len(given), len(names)):
+        return {}
+    *others, largest = fitting
+    is_clear = all({*largest.values()}.isdisjoint(found.values()) for found in others)
+    return largest if is_clear else {}
+
+
+def _by_short(names: Collection[str], left_out: set[str], first: int = 0) -> dict[str, list[str]]:
+    """Return the names by what they are without some parts, and without the `first` ones of the others."""
+    found = defaultdict(list)
+    for name in names:
+        parts = [part for part in name.split(".") if part not in left_out]
+        found[".".join(parts[first:])].append(name)
+    return found

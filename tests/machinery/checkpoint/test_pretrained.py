@@ -82,17 +82,18 @@ def test_prefixes_in_any_order_are_left_out(tmp_path, prefix):
 
 def test_a_name_that_may_mean_two_tensors_is_not_taken(tmp_path):
     two = nn.ModuleDict({"encoder": nn.Linear(4, 4), "net": nn.Linear(4, 4)})
-    assert "not the weights of this model" in refusal(save(tensors_of(nn.Linear(4, 4)), tmp_path / "w.pt"), two)
-    assert "not the weights of this model" in refusal(save(tensors_of(two), tmp_path / "w.pt"), nn.Linear(4, 4))
+    deep = nn.ModuleDict({f"of {depth}": torchvision.ops.MLP(4, [4] * depth) for depth in (1, 9)})
+    for given, made in ((nn.Linear(4, 4), two), (two, nn.Linear(4, 4)), (deep["of 9"], deep)):
+        assert "not the weights of this model" in refusal(save(tensors_of(given), tmp_path / "w.pt"), made)
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "model."])
-def test_weights_of_a_backbone_go_into_the_backbone(tmp_path, prefix):
-    given, made = WithBackbone().backbone, WithBackbone()
+@pytest.mark.parametrize(("part", "prefix"), [(a, b) for a in ("backbone", "enc") for b in ("", "module.", "model.")])
+def test_weights_of_a_backbone_go_into_the_backbone(tmp_path, part, prefix):
+    given, made = WithBackbone().backbone, nn.ModuleDict({part: WithBackbone().backbone, "head": nn.Linear(5, 2)})
     tensors = {prefix + name: value for name, value in tensors_of(given).items()}
     tensors[f"{prefix}fc.weight"] = torch.ones(1000, 5)
     said = load_into(save(tensors, tmp_path / "w.pt"), made)
-    assert same(made.backbone, given)
+    assert same(made[part], given)
     assert "not loaded, as missing or of another shape: head.bias, head.weight; not used: " in said
 
 
@@ -200,9 +201,8 @@ def test_a_run_from_imagenet_weights_has_a_new_head_and_needs_the_file_only_once
 
 
 def test_imagenet_weights_that_cannot_be_loaded_are_reported_in_one_line(tmp_path, monkeypatch, refused):
-    message = refused("-arch mlp -weights imagenet -cpu 1")
-    assert message.startswith("train.py: -weights imagenet: cannot be read (module 'lib.arch.mlp' has no attribute")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
-    message = refused("-dataset fake -arch resnet -weights imagenet -cpu 1")
-    assert message.startswith("train.py: -weights imagenet: cannot be read (no network)")
+    for words, reason in (("mlp", "module 'lib.arch.mlp' has no attribute"), ("resnet -dataset fake", "no network)")):
+        message = refused(f"-arch {words} -weights imagenet -cpu 1")
+        assert message.startswith(f"train.py: -weights imagenet: cannot be read ({reason}")
