@@ -1,10 +1,10 @@
 """Packs class folders into tar shards for -dataset tar: python scripts/pack.py data/photos -o data/shards.
 
-Files go in as they are; with -resize N as JPEGs whose shorter side has N pixels, upright. -dataset NAME packs what
-another file in lib/dataset gives, with -augment no. Each split is in an order drawn once, so that programs that
-read shards from front to back see the classes mixed. The same files give the same bytes. Shards are whole or absent:
-killed, the same command goes on. DIR/pack.json says what they are of: with other files or flags an empty folder is
-needed.
+The names of the folders say their splits: valid, validation and dev are for val. Files go in as they are; with
+-resize N as JPEGs whose shorter side has N pixels, upright. -dataset NAME packs what another file in lib/dataset
+gives, with -augment no. Each split is in an order drawn once, so that programs that read shards from front to back
+see the classes mixed. The same files give the same bytes. Shards are whole or absent: killed, the same command goes
+on. DIR/pack.json says what they are of: with other files or flags an empty folder is needed.
 """
 
 import argparse
@@ -46,14 +46,14 @@ Files = dict[str, bytes]  # of a sample, by their endings
 
 
 class Photos:
-    """The images of class folders as files: FOLDER/SPLIT/CLASS/*. Raises UsageError as -dataset folder does."""
+    """The images of class folders as files: DATA/PART/CLASS/*. Raises UsageError as -dataset folder does."""
 
-    def __init__(self, data: Path, split: str, names: list[str]):
+    def __init__(self, data: Path, part: str, names: list[str]):
         others: Counter[str] = Counter()
         flags = argparse.Namespace(data=str(data), image_size=224, channels=3, augment=False)  # only to find them
-        self.data, self.samples = data, folder.find_images(flags, split, names, others).files
+        self.data, self.samples = data, folder.find_images(flags, part, names, others).files
         if others:
-            print(f"{data / split}: {photos.describe(others)}", file=sys.stderr)
+            print(f"{data / part}: {photos.describe(others)}", file=sys.stderr)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -181,14 +181,37 @@ def pack_all(args: argparse.Namespace) -> set[str]:
 
 def open_folder(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return the splits of class folders, and the names of the classes."""
-    for split in SPLITS:
-        if (args.folder / split).resolve() in (args.o.resolve(), *args.o.resolve().parents):
+    parts = split_folders(args.folder)
+    for name in {*SPLITS, *parts.values()}:
+        if (args.folder / name).resolve() in (args.o.resolve(), *args.o.resolve().parents):
             raise UsageError(
-                f"-o {args.o}: it is in {args.folder / split}, where a folder is a class: take another one"
+                f"-o {args.o}: it is in {args.folder / name}, where a folder is a class: take another one"
             )
-    names = folder.class_names(str(args.folder))
-    there = [split for split in SPLITS if split == "train" or (args.folder / split).is_dir()]
-    return {split: Photos(args.folder, split, names) for split in there}, names
+    names = folder.class_names(str(args.folder), parts.get("train", "train"))
+    return {split: Photos(args.folder, parts[split], names) for split in SPLITS if split in parts}, names
+
+
+def split_folders(data: Path) -> dict[str, str]:
+    """Return the name of each split's folder, as valid for val, and print which folders are of none.
+
+    Raises UsageError if two are of one split.
+    """
+    parts: dict[str, str] = {}
+    others = []
+    for one in sorted(data.glob("*/")):
+        split = files.split_of(one.name)
+        if files.is_debris(one.name) or (one / RECORD).exists():  # shards that were made before
+            continue
+        if split in parts:
+            raise UsageError(f"{data}: {parts[split]} and {one.name} are both for {split}: move one elsewhere")
+        if split:
+            parts[split] = one.name
+        else:
+            others.append(one.name)
+    if others:
+        hint = "their names say no split, as train, valid or test do"
+        print(printable(f"pack.py: {data}: {', '.join(others)} left out: {hint}"), file=sys.stderr)
+    return parts
 
 
 def open_dataset(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -257,12 +257,10 @@ def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
     for index, name in ((0, "train-0"), (6, "train-1")):
         with pytest.raises(UsageError, match=rf"{name}\.tar: changed since its index was written"):
             part[index]
-    (shards / "train-2.tar").rename(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written, or gone"):
-        part[11]
-    (shards / "train-2.tar").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written"):
-        part[11]
+    for change in (Path.unlink, Path.touch):  # it is gone, and then empty
+        change(shards / "train-2.tar")
+        with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written, or gone"):
+            part[11]
     write(shards / "train-2.tar", pairs(2) | {"7.jpg": jpeg()[:500], "7.cls": b"1"})
     with pytest.raises(UsageError, match=r"train-2.tar/7.jpg: not a readable image .*-skip_bad_files"):
         dataset(shards)["train"][8]
@@ -296,8 +294,7 @@ def test_packed_photos_are_the_same_samples_and_the_same_bytes_each_time(photos,
         loose = folder.get_dataset(flags)[split]
         both = [sorted((label, image.numpy().tobytes()) for image, label in some) for some in (part, loose)]
         assert both[0] == both[1] and part.classes == ["ant", "bee"]
-    out = run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'a'} -cpu 1")
-    assert predict.load(str(out)) is not None
+    assert predict.load(str(run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'a'} -cpu 1"))) is not None
 
 
 def test_a_killed_pack_goes_on_and_leaves_no_half_of_a_shard(photos, tmp_path, monkeypatch):
@@ -365,12 +362,15 @@ def test_what_cannot_be_packed_is_one_line(photos, tmp_path, script_error):
     assert "take an empty folder" in script_error(pack, photos, "-o", packed, "-resize", "24")
     os.mkfifo(photos / "train" / "ant" / "9.jpg")
     assert "not a regular file" in script_error(pack, photos, "-o", tmp_path / "out")
+    (photos / "dev").mkdir()
+    assert "dev and val are both for val" in script_error(pack, photos, "-o", tmp_path / "out")
 
 
-def test_resized_photos_are_upright_and_in_8_bits(photos, tmp_path):
+def test_resized_photos_are_upright_in_8_bits_and_of_the_splits_that_folders_say(photos, tmp_path, capsys):
+    (photos / "val").rename(photos / "valid").with_name("extra").mkdir()
     pack.main([str(photos), "-o", str(tmp_path / "a"), "-resize", "24"])
+    assert "extra left out: their names say no split" in capsys.readouterr().err
     with tarfile.open(tmp_path / "a" / "val-00000-of-00001.tar") as opened:
-        found = [opened.extractfile(one).read() for one in opened if one.name.endswith("jpg")]
-    images = [Image.open(io.BytesIO(data)) for data in found]
+        images = [Image.open(io.BytesIO(opened.extractfile(one).read())) for one in opened if "jpg" in one.name]
     assert sorted(image.size for image in images) == [(24, 24), (24, 32), (24, 32), (24, 32), (24, 32), (24, 32)]
     assert 150 < np.array(next(image for image in images if image.size == (24, 24))).mean() < 160
