@@ -2,12 +2,14 @@
 
 TEXTS are files, or folders, of which all files are read. It trains a byte-pair encoding of -vocabulary tokens on
 them, or takes the one in a tokenizer.json of Hugging Face; both need `pip install tokenizers`. With -bytes each byte
-is a token, and no package is needed. Where the names of texts say their splits, as train.txt and valid.txt, these
-decide; else the last part of the texts goes into val.bin, the rest into train.bin.
+is a token, and no package is needed. Each line of a file that ends in .jsonl is a text of its own: its field "text",
+or that of -field. Where the names of texts say their splits, as train.txt and valid.txt, these decide; else the last
+part of the texts goes into val.bin, the rest into train.bin.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import sys
@@ -24,13 +26,14 @@ from scripts import token_files
 
 PIECE = 1 << 20  # bytes that are encoded at once, up to the end of a line
 SPLITS = ("train", "val", "test")
-END = "<|endoftext|>"  # the token behind each file, if the tokenizer has it
+END = "<|endoftext|>"  # the token behind each text, if the tokenizer has it
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path, metavar="TEXTS", help="text files, or folders of them")
     parser.add_argument("-o", type=Path, default=Path("data/tokens"), metavar="DIR", help="(%(default)s)")
+    parser.add_argument("-field", metavar="NAME", help="of the text in each line of .jsonl files (text)")
     parser.add_argument("-val", type=float, metavar="X", help="share of the texts for val, if no names decide (0.05)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("-vocabulary", type=int, default=4096, metavar="N", help="of the new encoding (%(default)s)")
@@ -45,16 +48,23 @@ def main(argv: list[str] | None = None) -> int:
         parts = found(args.texts, args.o)
         if args.val is not None and "" not in parts:
             raise UsageError("-val: the names of the texts say which are for val")
-        if not args.bytes:
-            check_texts([file for files in parts.values() for file in files])
-        tokenizer = Bytes() if args.bytes else Tokenizer(args.tokenizer, args.vocabulary, pieces_of(parts, val))
+        files = [file for files in parts.values() for file in files]
+        lines = [file for file in files if is_jsonl(file)]
+        if args.field and (args.bytes or not lines):
+            raise UsageError(f"-field {args.field}: it is for .jsonl files, and not with -bytes")
+        field = "" if args.bytes else args.field or "text"
+        if field:
+            check_texts(files, field)
+        texts = functools.partial(pieces_of, parts, val, field)
+        tokenizer = Bytes() if args.bytes else Tokenizer(args.tokenizer, args.vocabulary, texts())
         splits = ["train", "val"] if "" in parts else [split for split in SPLITS if split in parts]
-        counts = write(args.o, tokenizer, splits, pieces_of(parts, val))
+        counts = write(args.o, tokenizer, splits, texts())
     except (UsageError, OSError) as error:
         parser.exit(2, f"make_tokens.py: {error}\n")
-    ends = "".join(f"; -gpt_end_token {token}" for token in tokenizer.end)
+    notes = "".join(f"; -gpt_end_token {token}" for token in tokenizer.end)
+    notes += f"; {lines[0].name} as it is, with the JSON around its texts" if args.bytes and lines else ""
     uses = {"train": "tokens for training", "val": "for validation", "test": "for test"}
-    print(f"{args.o}: {', '.join(f'{count:,} {uses[split]}' for split, count in counts.items())}{ends}")
+    print(f"{args.o}: {', '.join(f'{count:,} {uses[split]}' for split, count in counts.items())}{notes}")
     return 0
 
 
@@ -92,9 +102,15 @@ def files_of(text: Path) -> list[Path]:
     return token_files.find_texts(str(text)) if text.is_dir() and not text.is_symlink() else [text]
 
 
-def check_texts(files: list[Path]) -> None:
-    """Raise UsageError for a file that is not UTF-8, or has a zero byte, as other files than texts have."""
+def check_texts(files: list[Path], field: str) -> None:
+    """Raise UsageError for a file that is not UTF-8, or has a zero byte, as other files than texts have; or for JSON.
+
+    In a .jsonl file each line must have a text in its `field`.
+    """
     for file in files:
+        if file.suffix.lower() == ".json":
+            hint = 'write a .jsonl file with a line {"text": "..."} for each text; -bytes takes any file'
+            raise UsageError(f"{file}: JSON, whose texts are not known: {hint}")
         done = 0
         with file.open("rb") as opened:
             while piece := b"".join(opened.readlines(PIECE)):
@@ -109,19 +125,67 @@ def check_texts(files: list[Path]) -> None:
                         f"{file}: byte {done + place:,} is {piece[place]:#04x}, no text in UTF-8: {hint}"
                     )
                 done += len(piece)
+        if is_jsonl(file):
+            for _ in texts_of(file, field):  # which raises UsageError
+                pass
 
 
-def pieces_of(parts: dict[str, list[Path]], val: float) -> Iterator[tuple[str, bytes]]:
+def is_jsonl(file: Path) -> bool:
+    """Return whether each line of a file is a text of its own, in JSON."""
+    return file.suffix.lower() == ".jsonl"
+
+
+def texts_of(file: Path, field: str) -> Iterator[tuple[bytes, int]]:
+    """Return the text of each line of a .jsonl file that has one, and where in the file the line ends.
+
+    Raises UsageError for a line that is no JSON object with a string in the field. Blank lines are left out.
+    """
+    end = 0
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            end += len(line)
+            if line.isspace():
+                continue
+            place = f"{file}, line {number}"
+            try:
+                facts = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError):
+                facts = None
+            if not isinstance(facts, dict):
+                raise UsageError(f'{place}: no JSON object, as {{"{field}": "..."}}, which each line must be')
+            if not isinstance(facts.get(field), str):
+                there = [name for name, value in facts.items() if isinstance(value, str)][:4]
+                hint = f"-field may be {' or '.join(map(repr, there))}" if there else "no other field has one"
+                raise UsageError(f"{place}: no string in the field {field!r}: {hint}")
+            try:
+                text = facts[field].encode()
+            except UnicodeEncodeError as error:
+                half = ascii(error.object[error.start])
+                raise UsageError(f"{place}: {half} is half a character, and no text in UTF-8: remove it") from None
+            if text:
+                yield text, end
+
+
+def pieces_of(parts: dict[str, list[Path]], val: float, field: str) -> Iterator[tuple[str, bytes]]:
     """Return what `pieces` does, for files whose splits are known, or with a share of all their bytes for val."""
     for split, files in parts.items():
         cut = math.inf if split else round(sum(file.stat().st_size for file in files) * (1 - val))
-        yield from ((split or part, piece) for part, piece in pieces(files, cut))
+        yield from ((split or part, piece) for part, piece in pieces(files, cut, field))
 
 
-def pieces(files: list[Path], train_bytes: float) -> Iterator[tuple[str, bytes]]:
-    """Return the bytes of the files in pieces, each with its split, and an empty piece behind each file."""
+def pieces(files: list[Path], train_bytes: float, field: str = "") -> Iterator[tuple[str, bytes]]:
+    """Return the bytes of the texts in pieces, each with its split, and an empty piece behind each text.
+
+    A text is a file; or with a `field`, a line of a .jsonl file.
+    """
     done = 0
     for file in files:
+        if field and is_jsonl(file):
+            for text, end in texts_of(file, field):
+                split = "train" if done + end <= train_bytes else "val"
+                yield from ((split, text), (split, b""))
+            done += file.stat().st_size
+            continue
         with file.open("rb") as opened:
             while piece := b"".join(opened.readlines(PIECE)):
                 cut = int(max(0, min(train_bytes - done, len(piece))))
