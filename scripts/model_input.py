@@ -24,11 +24,19 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
-def load_whole(path: str, model: nn.Module, arch: str) -> str:
-    """Give the model all the weights in a file; return how many. Raises UsageError if they are another model's."""
+def load_whole(path: str, model: nn.Module, arch: str, trainer: str = "") -> str:
+    """Give the model all the weights in a file; return how many. Raises UsageError if they are another model's.
+
+    `trainer`: that of the run, if they are the run's own. A module around the model, which it made, shows in names.
+    """
     loaded = weights.load_into(path, model, whole=True)
     if others := loaded.partition("not used: ")[2]:
         raise UsageError(f"{path}: -arch {arch} is another model than that of these weights: it has no {others}")
+    renamed = loaded.partition("; as ")[2].replace("_orig_mod.", "")  # which compiled parts have in their names
+    there, _, here = renamed.removesuffix(" here").partition(" is ")
+    if trainer and there != here:
+        found = f"-trainer {trainer} has trained another model than that of -arch {arch}: {there} is {here} here"
+        raise UsageError(f"{path}: {found}. Let get_model return the whole: what the trainer put around is missing")
     return loaded
 
 

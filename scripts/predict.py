@@ -97,7 +97,8 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
     """Return a run's model with its best weights, or where there are none its final ones, for evaluation, frozen.
 
     `source` chooses others: "best", "final", or a file. As a teacher in a trainer's __init__ take its forward, a
-    function: no checkpoint holds it. The run's data is not needed. Raises UsageError without such weights.
+    function: no checkpoint holds it. The run's data is not needed. Raises UsageError without such weights, or if the
+    run's trainer has put another module around the model.
     """
     args = flags_of(run)
     file = Path(run, source, weights.FILE) if source in ("best", "final") else source or weights.find(Path(run))
@@ -105,7 +106,7 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
     arch = plugins.load("arch", args.arch)
     model = parallel.build(arch, args).eval().requires_grad_(False)  # seeded, as for the training
-    model_input.load_whole(str(file), model, args.arch)
+    model_input.load_whole(str(file), model, args.arch, args.trainer if source in (None, "best", "final") else "")
     if note := model_input.note_on_classes(Path(file), model_input.classes_of(Path(run))):
         log.warning("%s", note)
     return model.to(device)
