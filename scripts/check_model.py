@@ -1,12 +1,19 @@
-"""Refuses models that cannot be trained, or not on several processes, before they are wrapped."""
+"""Refuses models that cannot be trained, or not on several processes, before they are wrapped; finds lost layers."""
 
+import logging
 from argparse import Namespace
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from lib.core.replicas import is_own
+from lib.utils.checkpoint.state import unwrap
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
+LOST = "%s has layers that no optimizer trains, and no file holds: take nn.ModuleList or ModuleDict, or freeze them"
 
 
 def check(model: nn.Module, args: Namespace) -> None:
@@ -27,3 +34,20 @@ def check_layers(model: nn.Module, world: World, engine: str) -> None:
         is_table = isinstance(one, nn.Embedding | nn.EmbeddingBag)
         if is_sync or (is_table and (one.max_norm or one.scale_grad_by_freq or (one.sparse and engine == "exact"))):
             raise UsageError(f"{name}: max_norm, sparse=True, scale_grad_by_freq, SyncBatchNorm (CPU) need 1 process")
+
+
+def warn_lost_layers(modules: dict[str, nn.Module]) -> None:
+    """Warn of attributes of a trainer's modules, given by name, with layers to train that no module registers.
+
+    Layers in evaluation mode, as a teacher, are not meant to be trained.
+    """
+    known = {one for root in modules.values() for one in root.parameters()}
+    for part, root in modules.items():
+        for name, module in unwrap(root).named_modules(prefix=part):
+            values = vars(module) if any(map(is_own, type(module).__mro__)) else {}  # under FSDP the first is torch's
+            for key, value in values.items():
+                layers = tree_leaves(value) if isinstance(value, list | tuple | dict) else []
+                layers = [one for one in layers if isinstance(one, nn.Module) and one.training]
+                weights = {weight for one in layers for weight in one.parameters() if weight.requires_grad}
+                if weights - known:
+                    log.warning(LOST, f"{name}.{key}")

@@ -18,6 +18,7 @@ from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
+from scripts import check_model
 
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
@@ -40,6 +41,7 @@ def warn(trainer: Any) -> None:
         if is_sharded(one) and one._backward_hooks:
             hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
             raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
+    check_model.warn_lost_layers(find_parts(trainer).modules)
     kinds = type(trainer).__mro__
     model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
     base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
