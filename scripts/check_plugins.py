@@ -32,6 +32,8 @@ OF_A_SHARE = {"evaluation_step": GATHER, "compute_metrics": GATHER}  # methods t
 OF_A_SHARE |= {"training_step": "trains on: log_scalar() counts that of all, optimizer_step changes what is saved"}
 IN_STEP = set("train_step training_step optimizer_step clip_gradients due_optimizers set_learning_rate".split())
 BY_RANK = r"(not )?[\w.]*\b(is_main|is_writer)|(not )?[\w.]*\brank(\(\))?( == 0| != 0| > 0)?"  # if conditions
+OF_LOADER = "next() of a loader seeds the generators, alike in each step, and gives each process other samples: "
+OF_LOADER += "take a DataLoader of your own whose generator self.state.step seeds, or samples of the dataset by index"
 ADVICE = "changes with the number of micro-batches and processes"
 
 
@@ -122,6 +124,7 @@ def faults(
         for line, name in _handed_on(function, functions):
             if name not in known:
                 yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
+    yield from _read_in_step(functions, is_shared)
     if is_cut:
         yield from _no_means(tree, knows_targets="targets" in known)
 
@@ -317,6 +320,38 @@ def _read_late(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         if re.fullmatch(r"self\.(state\.(grad_norm|bad_\w+)|pending_(losses|norms))", text) and one not in last:
             advice = "keep your own in a saved buffer; self.pending_losses[-1] has this step's losses"
             yield one.lineno, f"{text} depends on when the run logs and saves: {advice}"
+
+
+def _read_in_step(functions: list[ast.FunctionDef], is_shared: bool) -> Iterator[tuple[int, str]]:
+    """Yield lines of steps, and of functions of the file that they call, with a next() of what a loader's epoch is.
+
+    Steps that set the generators back by themselves count only if each process gets other samples (`is_shared`).
+    """
+    called = {_name(call) for one in functions if one.name in IN_STEP for call in _calls(one)} - METHODS
+    attributes = {name for one in functions for name in _epochs(one) if name.startswith("self.")}
+    for function in [one for one in functions if one.name in IN_STEP | called]:
+        is_reset = re.search(r"seeding\.|rng", ast.unparse(function)) and not is_shared
+        iterators = attributes | _epochs(function)
+        for call in [] if is_reset else _calls(function):
+            if (
+                _name(call) == "next"
+                and call.args
+                and (_is_epoch(call.args[0]) or ast.unparse(call.args[0]) in iterators)
+            ):
+                yield call.lineno, OF_LOADER
+
+
+def _epochs(function: ast.FunctionDef) -> set[str]:
+    """Return names and attributes that this function sets to the batches of a loader."""
+    assigned = [one for one in ast.walk(function) if isinstance(one, ast.Assign) and _is_epoch(one.value)]
+    return {ast.unparse(target) for one in assigned for target in one.targets}
+
+
+def _is_epoch(node: ast.expr) -> bool:
+    """Whether a node is a call of a loader's epoch, or iter() of one."""
+    if isinstance(node, ast.Call) and _name(node) == "iter" and node.args:
+        return _is_epoch(node.args[0])
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "epoch"
 
 
 def _calls_own(node: ast.AST) -> bool:
