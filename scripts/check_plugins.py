@@ -18,7 +18,7 @@ from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
-from scripts import check_model
+from scripts import check_model, check_sums
 
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
@@ -133,6 +133,11 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     """Yield lines with losses that are no means over samples: those of micro-batches add up to another gradient."""
     divided = {id(part) for one in ast.walk(tree) if _divides(one) for part in ast.walk(one)}
     steps = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
+    for line, is_counted in [found for one in steps for found in check_sums.find(one)]:
+        if not is_counted:
+            yield line, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
+        elif not knows_targets:
+            yield line, f"a mean over some targets {ADVICE}: let count_targets return their number"
     counted = "return super().training_step("  # then the targets count that this one gets
     for step in [one for one in steps if not knows_targets and counted not in ast.unparse(one)]:
         for call in _calls(step):  # a copy of the targets: what is masked in place counts as such

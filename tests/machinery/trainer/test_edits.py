@@ -318,6 +318,20 @@ def on_evaluation(self, split, figures):
     assert [line for line, _ in check_plugins.faults(shares, False, True)] == [3, 4, 6, 7, 12]
     late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
     assert [line for line, _ in check_plugins.faults(f"{late}\ndef train_step(self, x):\n [*x]", False)] == [2, 4, 6]
+    reads = "def training_step(self, b):\n next(iter(self.loaders['val'].epoch(0))); self.f(); next(self.own)\n"
+    reads += "def f(self):\n one = it.epoch(0); next(one); next(self.one)\ndef train_step(self, one):\n next(one)\n"
+    reads += "def optimizer_step(s):\n with rng(): next(it.epoch(0))\ndef g(s): self.one = x.epoch(1); next(self.one)"
+    for two, wanted in ((False, [2, 4, 4]), (True, [2, 4, 4, 8])):
+        assert [line for line, _ in check_plugins.faults(reads, False, two)] == wanted
+    head = "def training_step(self, b):\n x, y, m = b; o = f(x)\n l = nll(o, y, reduction='none')\n n = m.sum()\n"
+    wrong = "(l * m).sum() / n; torch.sum(l[m]) / m.sum().clamp(1); -l.sum(); l.mean() + torch.sum((o - y) ** 2)"
+    right = "l.sum() / len(x); (l * m).sum(1).mean(); l.mean() + self.w.abs().sum(); (o - y).pow(2).mean(0).sum(); "
+    right += (
+        "l.mean() + sum(p.pow(2).sum() for p in self.parameters()); 1 - (o * y).sum() / (o + y).sum(); g(o, y).sum()"
+    )
+    for known, wanted in ((), [1, 1, 1, 1]), ({"targets"}, [0, 0, 1, 1]):
+        sources = [f"{head} return {one}" for one in f"{wrong}; {right}".split("; ")]
+        assert [len([*check_plugins.faults(one, True, False, known)]) for one in sources] == [*wanted, *[0] * 7]
     for text in ("__getitem__(self): self.n += 1", "__call__(self): self.f()\ndef f(self): self.n = self.n + 1"):
         assert check_plugins.counters(f"def {text}") == {"n"}
 
@@ -460,8 +474,6 @@ BARE = with_change(  # learns a weight of its loss, which no optimizer has
     lambda self: setattr(self, "scale", nn.Parameter(torch.ones(()))),
     overriding(training_step=lambda self, batch: self.loss(self.model(batch[0]), batch[1]) * self.scale),
 )
-
-
 THAWS = acting("train_epoch", lambda self: self.model[1].requires_grad_(self.state.epoch == 2))
 FREEZES = with_change(lambda self: self.model[1].requires_grad_(False), THAWS)
 ALONE = with_change(lambda self: setattr(self, "optimizer", torch.optim.AdamW(self.model[3].parameters())), FREEZES)
@@ -515,8 +527,11 @@ def unused_net(args):
 
 
 def test_parameters_that_no_gradient_reaches_are_named_once(tmp_path):
-    said = log_of(edited(tmp_path, "-cpu 2", net=unused_net))
-    assert said.count("no step has trained 1.idle.weight (2 in all): no gradient reached it") == 1
+    net, frozen = HUB(unused_net(None)), nn.Linear(2, 2).requires_grad_(False)
+    vars(net).update(parents=[net], lost={"a": [nn.Linear(2, 2)]}, teachers=(frozen, nn.Linear(2, 2).eval()))
+    said = log_of(edited(tmp_path, "-cpu 2", net=lambda args: net))
+    assert re.findall(r"(\S+) has layers that no optimizer trains", said) == ["model.lost"]
+    assert said.count("no step has trained 0.1.idle.weight (2 in all): no gradient reached it") == 1
 
 
 def test_a_model_that_ddp_or_fsdp_cannot_train_is_one_line(tmp_path, refused):
@@ -758,8 +773,6 @@ def center(self):
 DRAWS = with_change(lambda self: nn.init.normal_(self.model[1].weight))
 CALIBRATES = acting("finish", lambda self, _: self.model[5].bias.data.add_(center(self).mean()))
 KEEPS_CENTER = with_change(lambda self: setattr(self, "kept", nn.ParameterList([center(self)])))
-
-
 PARTS = acting("after_step", lambda t: t.state.step == 6 and next(t.model.parameters()).data.add_(t.world.rank))
 MOVES = with_change(  # moves a buffer by the rank's number
     lambda self: self.model.register_buffer("place", torch.zeros(())),
@@ -812,23 +825,10 @@ def test_what_an_epochs_end_draws_and_an_inner_ddp_have_the_same_bits(tmp_path):
     assert same_tensors(one, moved) and same_tensors(one, three)
 
 
-class OwnBackward(trainer.Trainer):
-    def training_step(self, batch):
-        outputs = self.model(batch[0])
-        outputs.square().mean().backward(retain_graph=True)
-        return self.loss(outputs, batch[1])
-
-
+OWN_BACKWARD = acting("training_step", lambda self, batch: self.model(batch[0]).square().mean().backward())
 OWN_ZERO = acting("training_step", lambda self, batch: self.optimizer.zero_grad())
 LATE = acting("train_epoch", lambda self: self.state.epoch == 1 and vars(self).update(teacher=nn.Linear(1, 1)))
-
-
-class NoSync(trainer.Trainer):
-    def training_step(self, batch):
-        with self.model.no_sync():
-            return super().training_step(batch)
-
-
+NO_SYNC = overriding(training_step=lambda self, b: self.model.no_sync()(trainer.Trainer.training_step)(self, b))
 PartCall = overriding(training_step=lambda self, batch: self.loss(state.unwrap(self.model)[:](batch[0]), batch[1]))
 EXCHANGES = acting("evaluation_step", lambda *_: torch.distributed.all_reduce(torch.ones(2)))
 OTHER_LOADER = overriding(on_epoch_end=lambda self: self.loaders.update(val=copy.copy(self.loaders["val"])))
@@ -856,8 +856,8 @@ FIGURES = {  # what evaluation_step returns: what is said
     lambda *parts: 0.5: "evaluation_step returns 0.5: it must return a dict",
 }
 REFUSED = [  # flags and what is said
-    (OwnBackward, "-cpu 2", "training_step calls backward by itself"),
-    (OwnBackward, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
+    (OWN_BACKWARD, "-cpu 2", "training_step calls backward by itself"),
+    (OWN_BACKWARD, "-cpu 2 -deterministic no", "training_step calls backward by itself"),
     (LOGS, "-cpu 1", "log_scalar('sure') in an evaluation: return it there"),
     (OWN_ZERO, "-cpu 2 -deterministic no", "training_step calls zero_grad by itself"),
     (NESTED, "-cpu 2 -deterministic no", "a DistributedDataParallel is in another"),
@@ -869,7 +869,7 @@ REFUSED = [  # flags and what is said
     (TWICE, "-cpu 2", "two backward passes of one micro-batch: add up its losses"),
     (LISTED, "-cpu 1", "self.optimizer is a list, no torch.optim.Optimizer"),
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
-    (NoSync, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
+    (NO_SYNC, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),
     (HOOKED, "-cpu 2 -parallel fsdp", "a parameter has a register_hook, which FSDP never calls"),
     (overriding(optimizer_step=lambda self: None), "-cpu 1", "optimizer_step returns None: it must return the norm"),
     (overriding(train_step=lambda self, batches: next(batches)), "-cpu 1", "ended without all its steps"),

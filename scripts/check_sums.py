@@ -1,0 +1,154 @@
+"""Finds sums over a micro-batch in the loss that a training_step returns."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+# Calls whose result has a value for each element, and those that keep these.
+EACH = set("abs square pow exp log log1p relu clamp softplus logsigmoid log_softmax gather where masked_fill".split())
+SHAPES = set("float double to view reshape flatten squeeze unsqueeze sum".split())
+AT_LEAST = {"clamp", "clamp_min", "max", "maximum", "float", "double", "to"}  # around a number of targets
+MEANS = "mean|loss|criterion|entropy|nll|div|norm|var|std|softmax"  # in names of calls, unless reduction='none'
+
+
+class Step:
+    """A training_step: what its names are at a line, and which come from the batch. What is unclear is no fault."""
+
+    def __init__(self, function: ast.FunctionDef):
+        inner = [one for one in ast.walk(function) if isinstance(one, ast.FunctionDef | ast.Lambda)][1:]
+        hidden = {id(each) for one in inner for each in ast.walk(one)}
+        self.nodes = [one for one in ast.walk(function) if id(one) not in hidden]
+        self.values: list[tuple[int, str, ast.expr]] = []  # the line after which a name has a value
+        for one in self.nodes:
+            if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
+                before = ast.copy_location(ast.Name(one.target.id, ast.Load()), one)
+                self.keep(
+                    one.target, ast.copy_location(ast.BinOp(before, one.op, one.value), one), one.end_lineno or 0
+                )
+            elif isinstance(one, ast.Assign):
+                for target in one.targets:
+                    self.keep(target, one.value, one.end_lineno or 0)
+            elif isinstance(one, ast.For):
+                self.keep(one.target, one.iter, one.lineno)
+        self.batch = {one.arg for one in function.args.args[1:]}
+        for _ in self.values:  # until it has all
+            self.batch |= {name for _, name, value in self.values if self.of_batch(value)}
+
+    def keep(self, target: ast.expr, value: ast.expr, line: int) -> None:
+        """Note the value of a target, of pairs one by one."""
+        targets = target.elts if isinstance(target, ast.Tuple) else [target]
+        are_pairs = len(targets) > 1 and isinstance(value, ast.Tuple) and len(value.elts) == len(targets)
+        values = value.elts if are_pairs else [value] * len(targets)  # pyright: ignore[reportAttributeAccessIssue]
+        for one, its in zip(targets, values, strict=True):
+            if isinstance(one, ast.Name):
+                self.values.append((line, one.id, its))
+
+    def value(self, node: ast.expr) -> ast.expr | None:
+        """Return a node, or what it is if it is a name: None if that is not known."""
+        while isinstance(node, ast.Name):
+            before = [(line, value) for line, name, value in self.values if name == node.id and line < node.lineno]
+            if not before:
+                return None
+            node = max(before, key=lambda one: one[0])[1]
+        return node
+
+    def of_batch(self, node: ast.expr) -> bool:
+        return any(isinstance(one, ast.Name) and one.id in self.batch for one in ast.walk(node))
+
+    def faults(self, node: ast.expr | None, is_divided: bool = False) -> Iterator[tuple[int, bool]]:
+        """Yield lines of sums that are added to a loss, and whether each is divided by a number of the batch's."""
+        node = self.value(node) if node else None
+        if isinstance(node, ast.UnaryOp):
+            yield from self.faults(node.operand, is_divided)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            if self.summed(self.bare(node.left)) and self.is_count(node.right):
+                yield node.lineno, True
+            elif not self.of_batch(node.right):
+                yield from self.faults(node.left, is_divided=True)
+        elif isinstance(node, ast.BinOp):
+            is_product, is_rest = isinstance(node.op, ast.Mult), isinstance(node.left, ast.Constant)  # 1 - overlap
+            sides = [(node.left, node.right), (node.right, node.left)]
+            for one, other in sides if isinstance(node.op, ast.Mult | ast.Add) or not is_rest else []:
+                if not (is_product and (self.of_batch(other) or self.is_mean(other))):
+                    yield from self.faults(one, is_divided)
+        elif node and (of := self.summed(node)) and self.has_each(of) and not (is_divided or self.is_mean(of)):
+            yield node.lineno, False
+
+    def bare(self, node: ast.expr) -> ast.expr:
+        """Return a node without signs and factors."""
+        node = self.value(node) or node
+        if isinstance(node, ast.UnaryOp):
+            return self.bare(node.operand)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            sides = [one for one in (node.left, node.right) if self.of_batch(one)]
+            return self.bare(sides[0]) if len(sides) == 1 else node
+        return node
+
+    def summed(self, node: ast.expr) -> ast.expr | None:
+        """Return what of the batch a call sums to one number, None if it does not."""
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sum"):
+            return None
+        found = node.args if _is_torch(node) else [node.func.value, *node.args]
+        is_whole = len(found) == 1 and not any(one.arg in ("dim", "axis") for one in node.keywords)
+        return found[0] if is_whole and self.of_batch(found[0]) else None
+
+    def is_count(self, node: ast.expr) -> bool:
+        """Whether a node is one sum over the batch, or its number of what is not 0; at least some number, or more."""
+        node = self.value(node) or node
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and not self.of_batch(node.right):
+            return self.is_count(node.left)
+        if isinstance(node, ast.Call) and _name(node) in AT_LEAST:
+            return any(self.is_count(one) for one in _arguments(node))
+        is_number = isinstance(node, ast.Call) and _name(node) == "count_nonzero" and self.of_batch(node)
+        return is_number or self.summed(node) is not None
+
+    def has_each(self, node: ast.expr) -> bool:
+        """Whether a node surely has a value for each sample, or more."""
+        node = self.value(node) or node
+        if isinstance(node, ast.Call):
+            if _name(node) in SHAPES:
+                return any(self.has_each(one) for one in _arguments(node)[:1])
+            return self.of_batch(node) and (_name(node) in EACH or _is_unreduced(node))
+        if isinstance(node, ast.BinOp):
+            is_power = isinstance(node.op, ast.Pow) and self.of_batch(node.left)
+            return is_power or self.has_each(node.left) or self.has_each(node.right)
+        if isinstance(node, ast.UnaryOp):
+            return self.has_each(node.operand)
+        return isinstance(node, ast.Subscript) and self.has_each(node.value)
+
+    def is_mean(self, node: ast.expr) -> bool:
+        """Whether a node may be a mean, or have been divided by the number of samples."""
+        node = self.value(node) or node
+        if isinstance(node, ast.Call):
+            if _name(node) in EACH | SHAPES or _is_unreduced(node):
+                return any(map(self.is_mean, _arguments(node)))
+            return bool(re.search(MEANS, _name(node).lower()))
+        if isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.Div) or self.is_mean(node.left) or self.is_mean(node.right)
+        inner = getattr(node, "operand", node.value if isinstance(node, ast.Subscript) else None)
+        return inner is not None and self.is_mean(inner)
+
+
+def find(function: ast.FunctionDef) -> list[tuple[int, bool]]:
+    """Return lines of sums in the loss of a training_step, and whether each is divided by a number of the batch's."""
+    step = Step(function)
+    returned = [one.value for one in step.nodes if isinstance(one, ast.Return)]
+    return list(dict.fromkeys(found for one in returned for found in step.faults(one)))
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def _is_torch(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in ("torch", "F", "functional")
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    """Return what a call gets: of a method first its object."""
+    is_method = isinstance(call.func, ast.Attribute) and not _is_torch(call)
+    return [*([call.func.value] if is_method else []), *call.args]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_unreduced(call: ast.Call) -> bool:
+    return any(one.arg == "reduction" and ast.unparse(one.value) == "'none'" for one in call.keywords)
