@@ -80,6 +80,7 @@ PARTS = {
     "bench": Part("benchmarks", "scripts/bench/* docs/benchmarks.md", packages="bench", default=False),
 }
 SHARED = {  # files that are left out with the last of these parts
+    "lib/utils/data/photos.py": "plugins tools export",
     "lib/utils/data/transforms.py": "plugins export",
     "scripts/agent.py": "slurm elastic kubernetes tools",
     "scripts/elastic.sh": "elastic kubernetes",

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lib.utils.data import photos
 from lib.utils.data.tensors import Tensors
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, load_optional
 
 TURN, ZOOM, SHEAR, SHIFT = 0.15, 0.1, 0.1, 0.5  # most a training image is changed: radians, share, share, pixels
 
@@ -40,6 +39,7 @@ def get_dataset(args) -> dict[str, Tensors]:
 
 def get_transform(args):
     """Return a function from an image of a light digit on black to floats (1, 8, 8) from 0 to 1."""
+    photos = load_optional("lib.utils.data.photos", "get_transform")  # of predict.py: no start waits for it
     return lambda image: torch.from_numpy(np.array(photos.view(image, "L", 8), np.float32)[None] / 255)
 
 
