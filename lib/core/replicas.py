@@ -30,15 +30,12 @@ from lib.utils.errors import UsageError, call_optional
 
 log = logging.getLogger(__name__)
 # The attributes of lib/trainer/trainer.py as the template has them, and those that a subclass may replace.
-OF_TRAINER = {
-    *"all_optimizers args checkpoints checks config engine folder has_stepped is_evaluating is_loaded".split()
-}
-OF_TRAINER |= {
-    *"is_unscaled is_whole loaders logger logs_scalars loss loss_sums marks may_stop measured metrics".split()
-}
-OF_TRAINER |= {*"micro_batch model more_optimizers must_wait of_base optimizer pending_losses pending_norms".split()}
-OF_TRAINER |= {*"pending_saves plan rate saved scaler schedule state stop total_steps trained".split()}
-OF_TRAINER |= {"val_splits", "world"}
+OF_TRAINER = set(
+    """all_optimizers args checkpoints checks config engine folder has_stepped is_evaluating is_loaded is_unscaled
+    is_whole loaders logger logs_scalars loss loss_sums marks may_stop measured metrics micro_batch model
+    more_optimizers must_wait of_base optimizer pending_losses pending_norms pending_saves plan rate saved
+    scaler schedule state stop total_steps trained val_splits world""".split()
+)
 MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule total_steps val_splits".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}

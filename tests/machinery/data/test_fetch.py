@@ -72,9 +72,10 @@ def test_a_file_whose_place_loader_processes_share_is_refused_by_its_name(tmp_pa
 def test_a_number_of_samples_that_set_epoch_changes_is_refused():
     part = Items([*range(8)])
     part.set_epoch = lambda epoch: part.items.extend([8] * epoch)
-    fetcher = Fetcher(part, 0, 0, pin=False)
+    fetcher = Fetcher(Items(part.items, parts={"a": part}), 0, 0, pin=False)  # in which it is found
     next(fetcher(0, [micro_batch([1])]))
     assert "set_epoch(2) changes the number of samples, 8 before" in usage_error(next, fetcher(2, [micro_batch([1])]))
+    assert "a dataset of 8 samples has 10 now" in usage_error(next, fetcher(0, [micro_batch([1])])), "by a trainer"
 
 
 def test_tensors_in_a_batch_of_any_form_go_to_the_device():

@@ -78,6 +78,7 @@ def test_a_label_156_in_uint8_counts():
     batch = torch.randn(3, 200), torch.tensor([156, 3, 156], dtype=torch.uint8)
     assert [losses.count_targets(criterion(flags), batch, 3) for flags in ("", "-ignore_index 156")] == [3, 1]
     assert losses.count_targets(nn.NLLLoss(ignore_index=3), batch, 3) == 2, "a loss of one's own counts alike"
+    assert losses.count_targets(criterion(), batch[0][:2], 3) == 2, "a collate_fn has left one out"
 
 
 @pytest.mark.parametrize("name", ["mse", "l1", "huber"])
