@@ -34,8 +34,10 @@ def describe(args) -> dict[str, int | None]:
     if not find_files(args.data):
         return {"num_classes": 256}
     meta = read_meta(args.data)
+    if meta is not None:
+        return {"num_classes": meta.get("vocabulary")}
     is_unknown = Path(args.data, "meta.pkl").exists()  # nanoGPT's, which could run any code: it is not read
-    return {"num_classes": meta.get("vocabulary") if meta is not None else None if is_unknown else 50257}
+    return {"num_classes": None if is_unknown else 50257}
 
 
 def get_dataset(args) -> dict[str, Dataset]:

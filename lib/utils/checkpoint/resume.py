@@ -250,7 +250,7 @@ def load(past: Past, parts: state.Parts, world: distributed.World, args: "Args")
     parts.load(states, tensors, allowed)
     for name, part in parts.others.items() if allowed & {"batch_size", "epochs", "steps"} else ():
         if isinstance(part, LRScheduler) and not isinstance(part, ReduceLROnPlateau):
-            log.warning("%s goes on with the length that it had: its state has it", name)
+            log.warning("%s keeps its old length, which is in its state", name)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in allowed:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"

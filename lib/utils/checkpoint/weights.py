@@ -101,9 +101,9 @@ def load_into(
     unused = sorted(given.keys() - found.values())
     parts = {"as": renamed, "not loaded, as missing or of another shape:": sorted(missing), "not used:": unused}
     more = "".join(f"; {title} {_list(one)}" for title, one in parts.items() if one)
-    sizes = [sum(one.numel() for one in some if isinstance(one, nn.Parameter)) for some in (loaded, names)]
-    share = FEW if 2 * sizes[0] < sizes[1] else ""
-    return f"{path}: {len(loaded)} tensors loaded{share}{more}"
+    filled, whole_size = (sum(p.numel() for p in some if isinstance(p, nn.Parameter)) for some in (loaded, names))
+    few = FEW if 2 * filled < whole_size else ""
+    return f"{path}: {len(loaded)} tensors loaded{few}{more}"
 
 
 def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:
