@@ -19,6 +19,7 @@ from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
 from scripts import check_model, check_sums
+from scripts.check_sums import name_of
 
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
@@ -117,7 +118,7 @@ def faults(
             yield from _on_main_alone(function)
         if function.name == "training_step":
             for call in _calls(function):
-                if "clip_grad_" in _name(call):
+                if "clip_grad_" in name_of(call):
                     yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
         yield from _read_ahead(function)
         yield from _read_late(function)
@@ -144,10 +145,10 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
             of_tensor = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) not in ("torch", "np")
             filled = [call.func.value] if of_tensor else call.args[1:]  # pyright: ignore[reportAttributeAccessIssue]
             are_scores = re.search("logit|score|att|prob|weight", " ".join(map(ast.unparse, filled)))
-            if not are_scores and _name(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
+            if not are_scores and name_of(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
                 yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
     for call in _calls(tree):
-        name = _name(call)
+        name = name_of(call)
         options = {one.arg: getattr(one.value, "value", one) for one in call.keywords}  # of constants the values
         ignored = [ast.unparse(one.value) for one in call.keywords if one.arg == "ignore_index"]
         ignores = "loss" in name.lower() or name in WEIGHTED
@@ -175,7 +176,7 @@ def counters(source: str) -> set[str]:
     """Return the attributes that a class of a dataset or a transform adds to while samples are read."""
     functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
     readers = [one for one in functions if re.match("__getitem|__call__|forward$|transform$", one.name)]
-    called = {_name(call) for reader in readers for call in _calls(reader)}
+    called = {name_of(call) for reader in readers for call in _calls(reader)}
     nodes = [node for one in functions if one in readers or one.name in called for node in ast.walk(one)]
     sums = [one.target for one in nodes if isinstance(one, ast.AugAssign)]
     found = {name for one in sums for name in _attributes(one, ast.expr_context)}
@@ -189,10 +190,10 @@ def _collected(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> I
 
     `functions`: all of the file; those that this one calls count as well. What reset() empties is of one call.
     """
-    called = {_name(one) for one in _calls(function) if ast.unparse(one.func) == f"self.{_name(one)}"}
+    called = {name_of(one) for one in _calls(function) if ast.unparse(one.func) == f"self.{name_of(one)}"}
     nodes = [*ast.walk(function), *(node for one in functions if one.name in called for node in ast.walk(one))]
     emptied = {"metrics"}  # the trainer's, which are summed over all processes
-    for one in [one for one in nodes if isinstance(one, ast.Call) and _name(one) == "reset"]:
+    for one in [one for one in nodes if isinstance(one, ast.Call) and name_of(one) == "reset"]:
         emptied |= _attributes(one.func, ast.expr_context)
     for one in sorted(nodes, key=lambda one: getattr(one, "lineno", 0)):
         for target in _adds_to(one):
@@ -216,7 +217,7 @@ def _adds_to(node: ast.AST) -> list[ast.expr]:
         if isinstance(node.target, ast.Subscript):
             return [node.target.value]
         return [] if isinstance(node.value, ast.Constant) else [node.target]  # a number that counts calls
-    if isinstance(node, ast.Call) and _name(node) in ADDING and isinstance(node.func, ast.Attribute):
+    if isinstance(node, ast.Call) and name_of(node) in ADDING and isinstance(node.func, ast.Attribute):
         given = [*node.args, *(one.value for one in node.keywords)]
         return [node.func.value] if any(not isinstance(one, ast.Constant) for one in given) else []
     return []
@@ -225,7 +226,7 @@ def _adds_to(node: ast.AST) -> list[ast.expr]:
 def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines of loops over a loader's first batches, or that never ask whether one is padding."""
     for loop in [one for one in ast.walk(function) if isinstance(one, ast.For | ast.comprehension)]:
-        if not any(_name(one) == "epoch" and "loader" in ast.unparse(one.func) for one in _calls(loop.iter)):
+        if not any(name_of(one) == "epoch" and "loader" in ast.unparse(one.func) for one in _calls(loop.iter)):
             continue
         loops = [one for one in ast.walk(loop) if one is not loop and isinstance(one, LOOPS)]
         inner = {id(each) for one in loops for each in ast.walk(one)}
@@ -261,7 +262,7 @@ def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             for call in mine:
                 text = ast.unparse(call.func)
                 is_collective = re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text)
-                if is_collective and _name(call) in COLLECTIVE - {_name(other) for other in theirs}:
+                if is_collective and name_of(call) in COLLECTIVE - {name_of(other) for other in theirs}:
                     yield call.lineno, f"{text} waits for all processes: call it on each"
 
 
@@ -275,10 +276,10 @@ def _handed_on(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> I
     stores = [(one.end_lineno or 0, _attributes(one, ast.Store)) for one in statements]
     begun = {one: _attributes(one, ast.Store) for one in function.body if uses and not isinstance(one, ast.If)}
     for one in begun:  # with what the functions that it calls set
-        called = {_name(call) for call in _calls(one)}
+        called = {name_of(call) for call in _calls(one)}
         begun[one] = begun[one].union(*(_attributes(other, ast.Store) for other in functions if other.name in called))
     for node in (one for one in uses if isinstance(one, ast.Call | ast.GeneratorExp | ast.ListComp)):
-        name = _name(node) if isinstance(node, ast.Call) else ""
+        name = name_of(node) if isinstance(node, ast.Call) else ""
         if name == "detach":
             loads = _attributes(node, ast.Load) - {"detach"}
         elif re.search("detach_|repackage", name) or (not name and ".detach()" in ast.unparse(node)):
@@ -309,7 +310,7 @@ def _read_ahead(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         loops += [one.generators[0] for one in ast.walk(function) if isinstance(one, ast.ListComp)]
         read = [one.iter for one in loops]
         read += [one.value for one in ast.walk(function) if isinstance(one, ast.Starred)]
-        read += [arg for call in _calls(function) if _name(call) in ("list", "tuple") for arg in call.args]
+        read += [arg for call in _calls(function) if name_of(call) in ("list", "tuple") for arg in call.args]
         for one in [one for one in read if given in re.findall(r"\w+", ast.unparse(one))]:
             advice = "before each pass that comes later, seeding.seed(seeding.PASS, seed, step, micro_batch.number)"
             yield one.lineno, f"train_step reads {given}, which seeds the generators for each as it comes: {advice}"
@@ -332,14 +333,14 @@ def _read_in_step(functions: list[ast.FunctionDef], is_shared: bool) -> Iterator
 
     Steps that set the generators back by themselves count only if each process gets other samples (`is_shared`).
     """
-    called = {_name(call) for one in functions if one.name in IN_STEP for call in _calls(one)} - METHODS
+    called = {name_of(call) for one in functions if one.name in IN_STEP for call in _calls(one)} - METHODS
     attributes = {name for one in functions for name in _epochs(one) if name.startswith("self.")}
     for function in [one for one in functions if one.name in IN_STEP | called]:
         is_reset = re.search(r"seeding\.|rng", ast.unparse(function)) and not is_shared
         iterators = attributes | _epochs(function)
         for call in [] if is_reset else _calls(function):
             if (
-                _name(call) == "next"
+                name_of(call) == "next"
                 and call.args
                 and (_is_epoch(call.args[0]) or ast.unparse(call.args[0]) in iterators)
             ):
@@ -354,25 +355,21 @@ def _epochs(function: ast.FunctionDef) -> set[str]:
 
 def _is_epoch(node: ast.expr) -> bool:
     """Whether a node is a call of a loader's epoch, or iter() of one."""
-    if isinstance(node, ast.Call) and _name(node) == "iter" and node.args:
+    if isinstance(node, ast.Call) and name_of(node) == "iter" and node.args:
         return _is_epoch(node.args[0])
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "epoch"
 
 
 def _calls_own(node: ast.AST) -> bool:
     """Whether a method of `self`, or a backward pass, is called in this node."""
-    return any(ast.unparse(call.func).startswith("self.") or _name(call) == "backward" for call in _calls(node))
+    return any(ast.unparse(call.func).startswith("self.") or name_of(call) == "backward" for call in _calls(node))
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:
     return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
 
 
-def _name(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
 def _divides(node: ast.AST) -> bool:
     """Whether what is in this node may become a mean: a division, or a Ratio, which is one later."""
-    is_ratio = isinstance(node, ast.Call) and _name(node) == "Ratio"
+    is_ratio = isinstance(node, ast.Call) and name_of(node) == "Ratio"
     return is_ratio or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))

@@ -1,14 +1,25 @@
-"""Finds sums over a micro-batch in the loss that a training_step returns."""
+"""Finds sums over a micro-batch, and means over a part of it, in the loss that a training_step returns."""
 
 import ast
 import re
 from collections.abc import Iterator
+
+from torch.nn import functional
 
 # Calls whose result has a value for each element, and those that keep these.
 EACH = set("abs square pow exp log log1p relu clamp softplus logsigmoid log_softmax gather where masked_fill".split())
 SHAPES = set("float double to view reshape flatten squeeze unsqueeze sum".split())
 AT_LEAST = {"clamp", "clamp_min", "max", "maximum", "float", "double", "to"}  # around a number of targets
 MEANS = "mean|loss|criterion|entropy|nll|div|norm|var|std|softmax"  # in names of calls, unless reduction='none'
+# Calls whose result is a mean, unless `reduction` says otherwise: torch's losses, and a trainer's own.
+LOSSES = {name for name in dir(functional) if name.endswith(("loss", "entropy", "with_logits"))} | {
+    "loss",
+    "criterion",
+}
+MASKS = set("bool eq ne lt le gt ge isnan isfinite logical_not logical_and logical_or logical_xor".split())
+MASK = r"(\w+_)?mask"  # the usual name of one in a batch
+FACTS = set("device dtype shape size ndim numel len".split())  # of a tensor, without its values
+RANKS = set("argsort sort topk kthvalue randperm".split())  # masks by ranks leave equally many of each sample
 
 
 class Step:
@@ -56,7 +67,7 @@ class Step:
         return any(isinstance(one, ast.Name) and one.id in self.batch for one in ast.walk(node))
 
     def faults(self, node: ast.expr | None, is_divided: bool = False) -> Iterator[tuple[int, bool]]:
-        """Yield lines of sums that are added to a loss, and whether each is divided by a number of the batch's."""
+        """Yield lines of sums that are added to a loss, and whether each is a mean over a part of the batch."""
         node = self.value(node) if node else None
         if isinstance(node, ast.UnaryOp):
             yield from self.faults(node.operand, is_divided)
@@ -73,6 +84,59 @@ class Step:
                     yield from self.faults(one, is_divided)
         elif node and (of := self.summed(node)) and self.has_each(of) and not (is_divided or self.is_mean(of)):
             yield node.lineno, False
+        elif isinstance(node, ast.Call) and self.is_mean_of_part(node):
+            yield node.lineno, True
+
+    def is_mean_of_part(self, call: ast.Call) -> bool:
+        """Whether a call is surely the mean over what a mask leaves."""
+        is_mean = name_of(call) == "mean" and not call.keywords and len(_arguments(call)) == 1
+        is_loss = name_of(call) in LOSSES and _reduction(call) == "mean"
+        return (is_mean or is_loss) and any(map(self.is_part, _arguments(call)))
+
+    def is_part(self, node: ast.expr) -> bool:
+        """Whether a node surely has values for what a mask leaves, and no others."""
+        node = self.value(node) or node
+        if isinstance(node, ast.Call):
+            if name_of(node) == "masked_select":
+                return self.is_mask(_arguments(node)[-1])
+            given = _arguments(node) if name_of(node) in LOSSES else _arguments(node)[:1]
+            return name_of(node) in EACH | LOSSES | SHAPES - {"sum"} and any(map(self.is_part, given))
+        if isinstance(node, ast.BinOp):
+            sides = [(node.left, node.right), (node.right, node.left)]
+            is_sum = isinstance(node.op, ast.Add | ast.Sub | ast.Pow)  # a factor of the batch may correct the mean
+            return any(self.is_part(a) and (is_sum or self.is_part(b) or not self.of_batch(b)) for a, b in sides)
+        if isinstance(node, ast.UnaryOp):
+            return self.is_part(node.operand)
+        return isinstance(node, ast.Subscript) and (self.is_mask(node.slice) or self.is_part(node.value))
+
+    def is_mask(self, node: ast.expr) -> bool:
+        """Whether a node is surely a mask that leaves more of some samples than of others."""
+        if isinstance(node, ast.Name) and not self.value(node):
+            return node.id in self.batch and bool(re.fullmatch(MASK, node.id))
+        node = self.value(node) or node
+        if isinstance(node, ast.Subscript | ast.Attribute):
+            key = ast.unparse(node.slice).strip("'") if isinstance(node, ast.Subscript) else node.attr
+            is_named = re.fullmatch(MASK, key) and self.of_batch(node.value)  # batch["mask"], batch.mask
+            return bool(is_named) or self.is_mask(node.value)
+        if isinstance(node, ast.UnaryOp):
+            return isinstance(node.op, ast.Invert) and self.is_mask(node.operand)
+        if isinstance(node, ast.BinOp):
+            is_logical = isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
+            return is_logical and (self.is_mask(node.left) or self.is_mask(node.right))
+        if isinstance(node, ast.Call) and name_of(node) in SHAPES - {"sum", "float", "double"}:
+            return any(map(self.is_mask, _arguments(node)[:1]))
+        is_call = isinstance(node, ast.Call) and name_of(node) in MASKS
+        return (is_call or isinstance(node, ast.Compare)) and self.has_values(node)
+
+    def has_values(self, node: ast.AST) -> bool:
+        """Whether a node depends on values of the batch, or on random numbers, and not on their ranks."""
+        if isinstance(node, ast.Name):
+            value = self.value(node)
+            return node.id in self.batch if value is None else self.has_values(value)
+        name = name_of(node) if isinstance(node, ast.Call) else getattr(node, "attr", "")
+        if name in FACTS | RANKS or name.endswith("_like"):
+            return name == "rand_like"
+        return name in ("rand", "bernoulli") or any(map(self.has_values, ast.iter_child_nodes(node)))
 
     def bare(self, node: ast.expr) -> ast.expr:
         """Return a node without signs and factors."""
@@ -97,18 +161,18 @@ class Step:
         node = self.value(node) or node
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and not self.of_batch(node.right):
             return self.is_count(node.left)
-        if isinstance(node, ast.Call) and _name(node) in AT_LEAST:
+        if isinstance(node, ast.Call) and name_of(node) in AT_LEAST:
             return any(self.is_count(one) for one in _arguments(node))
-        is_number = isinstance(node, ast.Call) and _name(node) == "count_nonzero" and self.of_batch(node)
+        is_number = isinstance(node, ast.Call) and name_of(node) == "count_nonzero" and self.of_batch(node)
         return is_number or self.summed(node) is not None
 
     def has_each(self, node: ast.expr) -> bool:
         """Whether a node surely has a value for each sample, or more."""
         node = self.value(node) or node
         if isinstance(node, ast.Call):
-            if _name(node) in SHAPES:
+            if name_of(node) in SHAPES:
                 return any(self.has_each(one) for one in _arguments(node)[:1])
-            return self.of_batch(node) and (_name(node) in EACH or _is_unreduced(node))
+            return self.of_batch(node) and (name_of(node) in EACH or _is_unreduced(node))
         if isinstance(node, ast.BinOp):
             is_power = isinstance(node.op, ast.Pow) and self.of_batch(node.left)
             return is_power or self.has_each(node.left) or self.has_each(node.right)
@@ -120,9 +184,9 @@ class Step:
         """Whether a node may be a mean, or have been divided by the number of samples."""
         node = self.value(node) or node
         if isinstance(node, ast.Call):
-            if _name(node) in EACH | SHAPES or _is_unreduced(node):
+            if name_of(node) in EACH | SHAPES or _is_unreduced(node):
                 return any(map(self.is_mean, _arguments(node)))
-            return bool(re.search(MEANS, _name(node).lower()))
+            return bool(re.search(MEANS, name_of(node).lower()))
         if isinstance(node, ast.BinOp):
             return isinstance(node.op, ast.Div) or self.is_mean(node.left) or self.is_mean(node.right)
         inner = getattr(node, "operand", node.value if isinstance(node, ast.Subscript) else None)
@@ -130,13 +194,14 @@ class Step:
 
 
 def find(function: ast.FunctionDef) -> list[tuple[int, bool]]:
-    """Return lines of sums in the loss of a training_step, and whether each is divided by a number of the batch's."""
+    """Return lines of sums in the loss of a training_step, and whether each is a mean over a part of the batch."""
     step = Step(function)
     returned = [one.value for one in step.nodes if isinstance(one, ast.Return)]
     return list(dict.fromkeys(found for one in returned for found in step.faults(one)))
 
 
-def _name(call: ast.Call) -> str:
+def name_of(call: ast.Call) -> str:
+    """Return the name of the function or the method that is called."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
@@ -151,4 +216,9 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def _is_unreduced(call: ast.Call) -> bool:
-    return any(one.arg == "reduction" and ast.unparse(one.value) == "'none'" for one in call.keywords)
+    return _reduction(call) == "none"
+
+
+def _reduction(call: ast.Call) -> str:
+    given = [ast.unparse(one.value).strip("'") for one in call.keywords if one.arg == "reduction"]
+    return given[0] if given else "mean"

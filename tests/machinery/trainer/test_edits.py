@@ -324,14 +324,14 @@ def on_evaluation(self, split, figures):
     for two, wanted in ((False, [2, 4, 4]), (True, [2, 4, 4, 8])):
         assert [line for line, _ in check_plugins.faults(reads, False, two)] == wanted
     head = "def training_step(self, b):\n x, y, m = b; o = f(x)\n l = nll(o, y, reduction='none')\n n = m.sum()\n"
-    wrong = "(l * m).sum() / n; torch.sum(l[m]) / m.sum().clamp(1); -l.sum(); l.mean() + torch.sum((o - y) ** 2)"
+    wrong = "(l * m).sum() / n; torch.sum(l[m]) / m.sum().clamp(1); -l.sum(); l.mean() + torch.sum((o - y) ** 2); "
+    wrong += "l[y > 0].mean(); torch.masked_select(l, ~y.isnan()).mean(); F.cross_entropy(o[b.mask], y[b.mask]) * 2"
     right = "l.sum() / len(x); (l * m).sum(1).mean(); l.mean() + self.w.abs().sum(); (o - y).pow(2).mean(0).sum(); "
-    right += (
-        "l.mean() + sum(p.pow(2).sum() for p in self.parameters()); 1 - (o * y).sum() / (o + y).sum(); g(o, y).sum()"
-    )
-    for known, wanted in ((), [1, 1, 1, 1]), ({"targets"}, [0, 0, 1, 1]):
+    right += "l.mean() + sum(p.pow(2).sum() for p in self.all()); 1 - (o * y).sum() / (o + y).sum(); g(o).sum(); "
+    right += "l[0].mean(); l[y].mean(); l[len(x) > 2].mean(); l[y > 0].mean() * n; nll(o[y > 0], reduction='sum') / 9"
+    for known, wanted in ((), [1] * 7), ({"targets"}, [0, 0, 1, 1, 0, 0, 0]):
         sources = [f"{head} return {one}" for one in f"{wrong}; {right}".split("; ")]
-        assert [len([*check_plugins.faults(one, True, False, known)]) for one in sources] == [*wanted, *[0] * 7]
+        assert [len([*check_plugins.faults(one, True, False, known)]) for one in sources] == [*wanted, *[0] * 12]
     for text in ("__getitem__(self): self.n += 1", "__call__(self): self.f()\ndef f(self): self.n = self.n + 1"):
         assert check_plugins.counters(f"def {text}") == {"n"}
 
