@@ -71,8 +71,7 @@ def test_a_save_that_is_killed_fails_or_loses_power_leaves_the_old_or_the_new_ch
     ways = (crash.kills, crash.failures, crash.power_loss_states)
     cuts = itertools.chain.from_iterable(way(lambda: case.save(folder, case.new), folder) for way in ways)
     outcomes = [case.wrong_after(cut, folder) for cut in cuts]
-    assert not [wrong for wrong in outcomes if wrong]
-    assert len(outcomes) >= 55
+    assert not [wrong for wrong in outcomes if wrong] and len(outcomes) >= 55
 
 
 def test_after_starts_that_are_killed_during_their_cleanup_a_later_start_completes_it(tmp_path):

@@ -122,8 +122,7 @@ def test_half_of_the_images_are_mirrored_and_all_are_normalized():
     assert got.dtype == torch.float32 and torch.equal(labels, torch.arange(60))
     wanted = (images / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(deviation)[:, None, None]
     mirrored = draws[:, 2] < 0.5
-    assert 10 < mirrored.sum() < 50
-    assert torch.allclose(got[mirrored], wanted[mirrored].flip(3), atol=1e-5)
+    assert 10 < mirrored.sum() < 50 and torch.allclose(got[mirrored], wanted[mirrored].flip(3), atol=1e-5)
     assert torch.allclose(got[~mirrored], wanted[~mirrored], atol=1e-5)
     still, _ = Pixels((0.0,), (1 / 255,))((images, labels), draws)
     assert torch.allclose(still, images.float(), atol=1e-4)

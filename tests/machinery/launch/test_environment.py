@@ -68,8 +68,7 @@ def test_gpus_are_numbered_among_the_visible_ones(visible, flags, chosen, bare):
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
 def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system):
     bare.setenv("SYSTEMNAME", system)
-    assert infiniband.name_of("jwb0001") == "jwb0001i"
-    assert infiniband.name_of("jwb0001.juwels") == "jwb0001i.juwels"
+    assert infiniband.name_of("jwb0001") == "jwb0001i" and infiniband.name_of("jwb0001.juwels") == "jwb0001i.juwels"
     for as_it_is in ("jwb0001i.juwels", "10.13.23.64", "fe80::1"):
         assert infiniband.name_of(as_it_is) == as_it_is
     assert agent.interface_of("10.13.23.64") == "ib0"

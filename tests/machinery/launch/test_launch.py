@@ -65,8 +65,7 @@ def test_children_get_their_ranks_and_listen_on_this_machine_only(start):
     for rank, note in enumerate(notes):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
         assert {name: note["environ"][name] for name in place} == {name: str(value) for name, value in place.items()}
-        assert int(note["environ"]["MASTER_PORT"]) > 0
-        assert note["parent"] == run.pid
+        assert int(note["environ"]["MASTER_PORT"]) > 0 and note["parent"] == run.pid
         assert (note["environ"]["OMP_NUM_THREADS"], note["threads"]) == ("3", 3), "the user's setting"
     assert run.processes() == {run.pid, *(note["pid"] for note in notes)}
     listening = [address for pid in run.processes() for address in ports.listens(pid)]
@@ -95,8 +94,7 @@ def test_the_error_of_a_rank_is_shown_first_once_and_in_full(start):
     first, second = sorted(last)  # they come in any order
     assert first.startswith("train.py: rank 1 failed with exit code 1")
     assert second.startswith("train.py: step 25 is saved")
-    assert run.outcome()["state"] == "failed"
-    assert run.outcome()["reason"].startswith(f"rank 1: {whole}")
+    assert run.outcome()["state"] == "failed" and run.outcome()["reason"].startswith(f"rank 1: {whole}")
     run.wait_until_gone(SOON_S)
 
 
@@ -221,8 +219,7 @@ def test_torchrun_starts_the_same_run(start, uninterrupted):
     flags = ["-arch", "mlp", "-epochs", 3]
     run = start("torchrun", *flags, "-max_hours", 1e-9, command=command)
     assert run.wait() == 0, run.text()
-    assert run.outcome()["state"] == "stopped"
-    assert 0 < run.outcome()["step"] < STEPS
+    assert run.outcome()["state"] == "stopped" and 0 < run.outcome()["step"] < STEPS
     run = start("torchrun", *flags, command=command)
     assert run.wait() == 0, run.text()
     assert run.outcome()["state"] == "finished"

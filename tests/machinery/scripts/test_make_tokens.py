@@ -67,8 +67,7 @@ def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_
         assert f"odd.jsonl, line 2: {fault}" in refused(texts, "-field", "b")
     assert "odd.json: JSON, whose texts are not known" in refused(odd.rename(texts / "odd.json"))
     (texts / "inner" / "broken").symlink_to(texts / "nothing")
-    assert "broken: a link to nothing" in refused(texts, "-bytes")
-    assert not list(tmp_path.glob("tokens/*"))
+    assert "broken: a link to nothing" in refused(texts, "-bytes") and not list(tmp_path.glob("tokens/*"))
 
 
 def test_the_splits_are_those_that_names_say(tmp_path, refused, capsys):

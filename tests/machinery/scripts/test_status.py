@@ -59,8 +59,7 @@ def test_old_runs_are_deleted_only_after_confirmation(answer, gone, tmp_path, mo
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     assert status.main([str(tmp_path), "-delete"]) == 0
     assert "x-20260101-120000-abcdef  0.002 GB" in capsys.readouterr().out
-    assert old.exists() is not gone
-    assert (tmp_path / "x" / "outcome.json").exists()
+    assert old.exists() is not gone and (tmp_path / "x" / "outcome.json").exists()
 
 
 def test_a_run_is_shown_as_running_and_after_a_kill_as_lost(start):

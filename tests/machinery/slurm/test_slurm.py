@@ -67,8 +67,7 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
     job_info = slurm.wait_for_end(job)
     source.write_text(text)
     assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("moved")()
-    assert distance(out / "moved", uninterrupted) == 0.0
-    assert steps_of(out / "moved") == steps_of(uninterrupted)
+    assert distance(out / "moved", uninterrupted) == 0.0 and steps_of(out / "moved") == steps_of(uninterrupted)
     assert len(list((out / ".old").glob("moved-*"))) == 1
 
 
@@ -107,8 +106,7 @@ def test_a_cancelled_run_is_saved_and_is_not_requeued(slurm, out):
     slurm.run("scancel", job)
     job_info = slurm.wait_for_end(job)
     until(lambda: outcome(out / "given_up").get("state") == "stopped", what=slurm.log("given_up"))
-    assert outcome(out / "given_up")["step"] >= 2
-    assert run_folder.list_checkpoints(out / "given_up" / "checkpoints")
+    assert outcome(out / "given_up")["step"] >= 2 and run_folder.list_checkpoints(out / "given_up" / "checkpoints")
     time.sleep(2)
     assert job_info["JobState"] == slurm.job(job)["JobState"] == "CANCELLED" and slurm.job(job)["Restarts"] == "0"
 
@@ -157,8 +155,7 @@ def test_slurm_dry_prints_the_script_and_writes_nothing(slurm, out):
     wanted = "nodes=1 gpus-per-node=2 ntasks-per-node=2 partition=general time=90 cpus-per-task=3 account=me"
     wanted += " mem=1536M signal=USR2@60 exclusive requeue open-mode=append job-name=dry"
     assert options >= {*wanted.split(), """#SBATCH '--comment=a'"'"'b'"""}
-    assert "--wait=61" in output
-    assert "Job " in output and " to start at " in output
+    assert "--wait=61" in output and "Job " in output and " to start at " in output
     assert not (out / "dry").exists()
 
 

@@ -72,8 +72,7 @@ def test_a_run_that_stops_anywhere_goes_on_with_the_same_bits_and_the_same_log(s
     folder = saves.run_until(tmp_path, f"{STEPS} -cpu 2 -save_every 2steps", stop)
     assert sum("val/loss" in line for line in lines(folder)) == (stop - 1) // 3
     run(tmp_path, f"{STEPS} -cpu {cpu} -save_every 2steps")
-    assert bits(folder) == bits(undisturbed)
-    assert outcome(folder)["best"] == outcome(undisturbed)["best"]
+    assert bits(folder) == bits(undisturbed) and outcome(folder)["best"] == outcome(undisturbed)["best"]
 
 
 def test_early_stopping_counts_validations(tmp_path):

@@ -129,8 +129,7 @@ def test_eval_names_weights_for_other_classes(parts, tmp_path, capfd):
 def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
     flags = "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 16 -epochs 30 -lr_start 0.01 -overfit 12"
     folder = run(tmp_path, flags)
-    assert folder.name == "few_mlp_overfit"
-    assert lines(folder)[-1]["samples"] == 30 * 12
+    assert folder.name == "few_mlp_overfit" and lines(folder)[-1]["samples"] == 30 * 12
     assert [line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line][-1] == 1.0
     assert train.main([*f"{flags} -overfit 13 -out {tmp_path}".split()]) == 2, "it cannot resume with other samples"
 
