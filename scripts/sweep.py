@@ -2,9 +2,9 @@
 
 Values with commas make a grid (of -optimizer_arg where KEY= follows; -class_weights takes them itself). With -trials
 50, Optuna chooses from such values and from ranges, log:1e-4:1e-2 or lin:0:0.5; a range with whole ends gives whole
-numbers. Only flags that change the result can vary, without -data, -weights, -best and -stop_after; all others are
-passed to train.py. A flag of one -arch, -dataset or -trainer goes to the trials that have it. Each trial is a run,
-named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model gives another name than sweep.
+numbers. Only flags that change the result can vary, without -data, -weights, -best, -stop_after and -batch_per_gpu;
+all others are passed to train.py. A flag of one -arch, -dataset or -trainer goes to the trials that have it. Each
+trial is a run, named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model gives another name than sweep.
 
 A line for each trial says how it ended; then come a table, best first, with mean and deviation over the seeds, and
 two pictures: the score against each flag, out/sweep.png, and the curves, out/sweep_curves.png. After Ctrl-C, kill -9
@@ -55,7 +55,7 @@ POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the proces
 ENOUGH = 3  # finished trials that are needed before one is pruned
 QUEUE = ["squeue", "--me", "-h", "-o", "%j|%Z"]  # shows a user's jobs
 ONE_RUN = "reset eval debug check_data check_resume slurm_dry allow_change".split()  # flags that make no sense here
-CANNOT_VARY = "-data, -weights, -best and -stop_after"  # change the result, and cannot vary
+CANNOT_VARY = ("data", "weights", "best", "stop_after", "batch_per_gpu")  # change the result, and cannot vary
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -225,7 +225,7 @@ class Plan:
             if not options.trials:
                 example = "several values, as -lr_start 1e-3,3e-3"
             wrong = f"nothing varies: give a flag that changes the result {example}"
-            raise UsageError(f"{wrong}; {CANNOT_VARY} cannot vary")
+            raise UsageError(f"{wrong}; {', '.join(f'-{name}' for name in CANNOT_VARY)} cannot vary")
         ranges = [name for name, space in self.spaces.items() if space.scale]
         if ranges and not options.trials:
             raise UsageError(f"-{ranges[0]} is a range: add -trials N, how many trials Optuna chooses")
@@ -255,6 +255,9 @@ class Plan:
         """Find the flags that vary, and the name."""
         for name, values in pairs:
             value = values[0] if len(values) == 1 else ""
+            is_path = re.search(r"[={]", value) or Path(value).exists()  # A=0.3,B=0.7 and {train,val}-{00..99}.tar
+            if name in CANNOT_VARY and "," in value and not is_path:
+                raise UsageError(f"-{name} {value}: -{name} cannot vary: give one value")
             space = space_of(name, value) if value and name not in flags.rules().free else None
             if space and name in self.spaces:
                 raise UsageError(f"-{name} is there twice with several values: give them in one list")
@@ -503,6 +506,9 @@ class Runner:
         seconds = f"in {status.span(time.monotonic() - trial.started)}" if trial.started else "before"
         line = f"[{len(self.ended)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip()
         print(status.one_line(line), flush=True)
+        unscored = [one for one in self.ended if one.state == "finished" and not one.best]
+        if (self.study or self.prune_from) and unscored == [trial]:
+            print("no validation scores: Optuna draws at random, and -prune stops nothing", flush=True)
         is_first = trial.best and sum(bool(one.best) for one in self.ended) == 1
         if is_first and (note := results.loss_note([trial], self.varied)):
             print(note, flush=True)
@@ -535,9 +541,11 @@ def queue() -> set[tuple[str, str]]:
 
 def curve(run: Path, metric: dict) -> dict[int, float]:
     """Return the best score of a run up to each epoch; higher is better. `metric`: `best` of a run's outcome.json."""
-    name = metric["metric"] if "/" in metric["metric"] else f"val/{metric['metric']}"
+    written = reading.lines(run)
+    names = re.compile(rf"(val[^/]*/)?{re.escape(metric['metric'])}")  # without a set it is of the first one's
+    name = next((one for line in written for one in line if names.fullmatch(one)), "")
     sign = math.copysign(1, metric["score"]) * math.copysign(1, metric["value"])  # 0.0 and -0.0 are equal
-    lines = [line for line in reading.lines(run) if line.get(name) is not None]
+    lines = [line for line in written if line.get(name) is not None]
     best = itertools.accumulate((sign * line[name] for line in lines), max)
     return dict(zip((line["epoch"] for line in lines), best))
 
