@@ -34,7 +34,7 @@ try:
     from lib.utils.data import fetch, fingerprint, loader
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError, load_optional, no_exit, printable
-    from scripts import agent, check_data
+    from scripts import agent, check_data, reading
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
 
@@ -169,6 +169,10 @@ def data(args) -> Findings:
         plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args), args.dataset, args.overfit
     )
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
+    chosen, slash, _ = (args.best or "").partition("/")  # val_x of val_x/f1; which metrics there are, a run knows
+    sets = [name for name in splits if name.startswith("val")]
+    if slash and sets and loader.SPLIT.fullmatch(chosen) and chosen not in sets:
+        yield BAD, f"-best {args.best}: there is no {chosen}, but {', '.join(sets)}"
     lines = fetch.option(splits["train"], "log_lines", ())
     for line in lines:
         yield NOTE, line
@@ -207,6 +211,8 @@ def room(args) -> Findings:
     size = manager.ADAM * sum(tensor.nbytes for tensor in state.model_tensors(model).values())
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
     folder = run_folder.path_of(args)
+    if reading.is_locked(folder) and not (args.eval or args.debug):
+        yield BAD, f"-model {args.model}: {folder} is in use by another run, see scripts/status.py"
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         tempfile.TemporaryDirectory(dir=existing).cleanup()

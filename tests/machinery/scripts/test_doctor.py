@@ -24,8 +24,7 @@ def test_a_machine_that_can_train_passes_and_no_file_is_left(tmp_path):
     text = "\n".join(lines)
     parts = ["Python 3", "torch 2", "all-reduce over two processes on the CPU by gloo adds up", "2 processes here"]
     parts += ["shared memory", "open files", "1,259 train", "parameters", "GB free", "several machines"]
-    assert [part for part in parts if part not in text] == []
-    assert not list(tmp_path.iterdir())
+    assert [part for part in parts if part not in text] == [] and not list(tmp_path.iterdir())
 
 
 def test_whatever_prevents_a_run_is_bad_and_makes_the_exit_code_1(tmp_path):
@@ -39,7 +38,10 @@ def test_whatever_prevents_a_run_is_bad_and_makes_the_exit_code_1(tmp_path):
     assert run_doctor("-epoch", "3", code=2) == run_doctor("-loss", "none", code=2) == []
 
 
-def test_the_optimizers_options_are_tried_and_any_error_of_a_plugin_is_a_finding(tmp_path):
-    args = parsed(["-optimizer_arg", "no=1", "-out", str(tmp_path), "-cpu", "1"])
-    assert "unexpected keyword argument 'no'" in [*doctor.guarded(doctor.room, args)][-1][1]
+def test_the_optimizers_options_are_tried_and_any_error_of_a_plugin_is_a_finding(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.reading, "is_locked", lambda folder: True)
+    args = parsed(["-optimizer_arg", "no=1", "-out", str(tmp_path), "-cpu", "1", "-best", "val_x/f1"])
+    used, option = [text for level, text in doctor.guarded(doctor.room, args) if level == doctor.BAD]
+    assert "is in use by another run" in used and "unexpected keyword argument 'no'" in option
+    assert (doctor.BAD, "-best val_x/f1: there is no val_x, but val") in doctor.guarded(doctor.data, args)
     assert next(doctor.guarded(lambda args: 1 / 0, args))[1].endswith(": ZeroDivisionError: division by zero")
