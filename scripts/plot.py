@@ -1,8 +1,9 @@
 """Curves of runs in one picture: python scripts/plot.py out/a out/b [-o curves.png], or .svg, .pdf.
 
-Loss, metrics and learning rate over the steps; a dotted line with a triangle marks where a run resumed after a stop
-or a crash. Each run has its own colour and kind of line, those that differ in the seed alone have one colour, where
-colours and kinds of lines suffice; of more than 21 runs the first 21 are drawn.
+Loss, metrics (also those of -train_metrics and log_scalar) and learning rate over the steps; a dotted line with a
+triangle marks where a run resumed after a stop or a crash. Each run has its own colour and kind of line, those that
+differ in the seed alone have one colour, where colours and kinds of lines suffice; of more than 21 runs the first 21
+are drawn.
 """
 
 import argparse
@@ -22,6 +23,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 LINES = ("-", "--", ":")
 MOST_RUNS = len(COLOURS) * len(LINES)
 MOST = 24  # panels
+MOST_METRICS = MOST - 2  # next to the loss and the learning rate
+OF_ALL_RUNS = {"train/loss", "train/loss_mean", "train/lr", "train/grad_norm"}
 KINDS = (".png", ".svg", ".pdf")
 TRAIN, VAL = {"linewidth": 1, "alpha": 0.7}, {"linewidth": 2, "marker": "o", "markersize": 3}
 
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         if not lines or args.o.suffix not in KINDS:
             wrong = "; ".join(faults) if not lines else f"-o {args.o}: one of {', '.join(KINDS)} is wanted"
             parser.exit(2, printable(f"plot.py: {wrong}\n"))
-        if hidden := names_without_panel(lines):
+        if hidden := [*metric_panels(lines)][MOST_METRICS:]:
             faults.append(f"only {MOST} panels; left out: {shortened(hidden)}")
         print(printable("".join(f"plot.py: {fault}\n" for fault in faults)), end="", file=sys.stderr)
         figure = draw(lines)
@@ -99,7 +102,7 @@ def draw(runs: dict[Path, list[dict]]):
         highest = [max(points(lines, "train/lr")[1], default=0) for lines in runs.values()]
         if title == "Learning rate" and max(highest) > 10 * min(highest):
             axis.set_yscale("log")
-        if set(curves) == {"train/loss", "val/loss"}:
+        if len(curves) > 1:
             axis.plot([], [], color="grey", label="training", **TRAIN)
             axis.plot([], [], color="grey", label="validation", **VAL)
             axis.legend(frameon=False)
@@ -133,26 +136,36 @@ def fitting_columns(labels: list[str], width: float = 1.0) -> int:
 
 def panels_of(runs: dict) -> dict[str, dict]:
     """Return the panels for which these runs have metrics: their titles, and the curves in each with their styles."""
-    logged = {name for lines in runs.values() for line in lines for name in line}
+    logged = logged_names(runs)
     panels = {
         "Loss": {"train/loss": TRAIN, "val/loss": VAL},
-        **{f"Validation {name.removeprefix('val/')}": {name: VAL} for name in validation_names(runs)[: MOST - 3]},
+        **dict([*metric_panels(runs).items()][:MOST_METRICS]),
         "Learning rate": {"train/lr": {"linewidth": 1.5}},
     }
     shown = {title: {n: look for n, look in curves.items() if n in logged} for title, curves in panels.items()}
     return {title: curves for title, curves in shown.items() if curves}
 
 
-def validation_names(runs: dict) -> list[str]:
-    """Return the validation metrics of these runs but the loss, by name, the usual ones first."""
-    logged = {name for lines in runs.values() for line in lines for name in line}
-    metrics = [name for name in logged if name.startswith("val") and name != "val/loss"]
-    return sorted(metrics, key=lambda name: (name not in ("val/accuracy", "val/f1"), name))
+def metric_panels(runs: dict) -> dict[str, dict]:
+    """Return the panels of all metrics but the loss, those of validations first, and of these the usual ones.
+
+    In training they come from -train_metrics and log_scalar. A metric of training and of val has one panel.
+    """
+    logged, panels = logged_names(runs), {}
+    training = {name for name in logged if name.startswith("train/")} - OF_ALL_RUNS
+    validation = {name for name in logged if name.startswith("val")} - {"val/loss"}
+    for name in sorted(validation, key=lambda name: (name not in ("val/accuracy", "val/f1"), name)):
+        short = name.removeprefix("val/")
+        if (same := f"train/{short}") in training:
+            training.remove(same)
+            panels[f"Training and validation {short}"] = {same: TRAIN, name: VAL}
+        else:
+            panels[f"Validation {short}"] = {name: VAL}
+    return panels | {f"Training {name.removeprefix('train/')}": {name: TRAIN} for name in sorted(training)}
 
 
-def names_without_panel(runs: dict) -> list[str]:
-    """Return the validation metrics for which there is no room."""
-    return validation_names(runs)[MOST - 3 :]
+def logged_names(runs: dict) -> set[str]:
+    return {name for lines in runs.values() for line in lines for name in line}
 
 
 def points(lines: list[dict], name: str) -> tuple[list, list]:

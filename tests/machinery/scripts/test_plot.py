@@ -7,7 +7,7 @@ from runs import run
 from scripts import plot, reading
 
 pytestmark = needs.require_package("matplotlib", "plot")
-FLAGS = "-cpu 1 -arch mlp -epochs 3 -log_every 5"
+FLAGS = "-cpu 1 -arch mlp -epochs 3 -log_every 5 -train_metrics"
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,11 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
     lines = {folder: reading.lines(folder) for folder in two_runs}
     figure = plot.draw(lines)
     titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
-    assert list(titles) == ["Loss", "Validation accuracy", "Validation f1", "Learning rate"]
-    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles["Validation accuracy"].get_lines()]
-    for folder in two_runs:
-        truth = [(line["step"], line["val/accuracy"]) for line in lines[folder] if "val/accuracy" in line]
+    both = "Training and validation "
+    assert list(titles) == ["Loss", f"{both}accuracy", f"{both}f1", "Learning rate"]
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles[f"{both}accuracy"].get_lines()]
+    for folder, name in [(folder, f"{split}/accuracy") for folder in two_runs for split in ("train", "val")]:
+        truth = [(line["step"], line[name]) for line in lines[folder] if name in line]
         assert [list(part) for part in zip(*truth)] in [list(curve) for curve in curves]
     for axis in figure.axes:
         marked = [line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() == "v"]
@@ -39,13 +40,13 @@ def test_21_runs_differ_and_more_are_named_as_left_out(tmp_path, capsys):
     runs = [tmp_path / f"{'long_' * 18}{number:02}" for number in range(23)]
     for run_folder in runs:
         run_folder.mkdir()
-        (run_folder / "metrics.jsonl").write_text('{"step": 1, "val/loss": 2.0, "val_b/loss": 1.0}\n')
+        (run_folder / "metrics.jsonl").write_text('{"step": 1, "val/loss": 2.0, "val_b/loss": 1.0, "train/x": 1.0}\n')
     assert plot.main([*map(str, runs), "-o", str(tmp_path / "x.png")]) == 0
     assert f"only 21 runs; left out: {runs[21]}, {runs[22]}\n" in capsys.readouterr().err
     figure = plot.draw({folder: reading.lines(folder) for folder in runs[:21]})
     figure.canvas.draw()
     assert len({(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()}) == 21
-    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1 and len(figure.axes) == 2, "val_b/loss"
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1 and len(figure.axes) == 3, "val_b/loss, x"
     for number, folder in enumerate(runs[:4]):
         (folder / "config.yaml").write_text(f"model: {number}\nseed: {number // 2}\nx: {number % 2}\nabout: x\n")
     one, two, again, _ = plot.styles(runs[:4])
