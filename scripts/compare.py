@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     ends = []
     try:
         pair = options.A, options.B
-        if all((one / "checkpoints").is_dir() for one in pair):
+        if all((one / "config.yaml").is_file() for one in pair):
             ends = compare_ends(*pair)
             print("\n".join([*compare_logs(*pair), *(end.text for end in ends)]))
             pair = first_pair(*pair)
@@ -126,18 +126,28 @@ def checkpoints(run: Path) -> dict[int, Path]:
 
 
 def first_pair(one: Path, other: Path) -> tuple[Path, Path]:
-    """Return the checkpoints of the first step that both runs have and whose tensors differ; else the newest ones."""
+    """Return the checkpoints of the first step that both runs have and whose tensors differ; else the newest ones.
+
+    Of runs without checkpoints, these are the files of the final weights, or of the best ones. Raises UsageError if
+    there are none of these, either.
+    """
     saved = [checkpoints(run) for run in (one, other)]
     pairs = [(saved[0][step], saved[1][step]) for step in sorted(saved[0].keys() & saved[1].keys())]
     for pair in pairs:
         a, b = read(*pair)
         if any(describe(a.get(name), b.get(name)) for name in {**a, **b}):
             return pair
-    return pairs[-1] if pairs else (one, other)
+    if pairs:
+        return pairs[-1]
+    ends = [(one / kind / weights.FILE, other / kind / weights.FILE) for kind in ("final", "best")]
+    if not any(saved) and not any(file.is_file() for pair in ends for file in pair):
+        raise UsageError(f"no tensors to compare: neither {one} nor {other} has saved any")
+    whole = [pair for pair in ends if all(file.is_file() for file in pair)]
+    return whole[0] if whole and not all(saved) else (one, other)
 
 
 def read(*paths: Path) -> list[dict[str, Tensor]]:
-    """Return the tensors of checkpoints, of runs' newest ones, or of weights files; with a file only the model's."""
+    """Return the tensors of checkpoints, of runs' newest ones or best weights, or of files: then only the model's."""
     found, has_weights = [], False
     for path in paths:
         if not path.exists():
@@ -145,6 +155,8 @@ def read(*paths: Path) -> list[dict[str, Tensor]]:
         newest = run_folder.list_checkpoints(path / "checkpoints")[:1]
         folder = newest[0] if newest else path
         file = folder / weights.FILE if folder.is_dir() else folder
+        if not file.is_file() and not (folder / "manifest.json").exists():
+            file = weights.find(path) or file  # of a run without checkpoints
         if file.is_file():
             has_weights = True
             found.append({f"model.{name}": one for name, one in other_weights.read(file).items()})
@@ -167,8 +179,9 @@ def describe(one: Tensor | None, other: Tensor | None) -> str:
         return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
     if shards.as_bytes(one) == shards.as_bytes(other):
         return ""
-    gaps = (one.double() - other.double()).abs()
-    most, largest = torch.nan_to_num(gaps, nan=torch.inf).max().item(), one.double().abs().max().item()
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    gaps = (one.to(wide) - other.to(wide)).abs()
+    most, largest = torch.nan_to_num(gaps, nan=torch.inf).max().item(), one.to(wide).abs().max().item()
     count = int((gaps != 0).sum())
     return f"{count:,} of {one.numel():,} values, by {most:.3g} at most; the largest is {largest:.3g}"
 

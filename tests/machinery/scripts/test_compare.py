@@ -1,5 +1,7 @@
 """scripts/compare.py says which flags, figures and tensors of two runs differ, and from which step on."""
 
+import shutil
+
 from runs import run
 from saves import SMALL, at_step
 
@@ -28,3 +30,9 @@ def test_two_runs_are_compared_by_flags_figures_and_tensors(copy, finished_run, 
     compared(copy, f"{finished_run}/final/weights.safetensors", code=0)  # without the optimizer's
     compared(f"{finished_run}/final", f"{copy}/final", code=0)
     compared(finished_run, tmp_path / "none", code=2)
+    for name, code in (("checkpoints", 0), ("best", 1), ("final", 2)):
+        shutil.rmtree(copy / name)
+        compared(copy, finished_run, code)
+    assert compare.main([str(copy), str(copy)]) == 2 and "no tensors to compare: " in capsys.readouterr().err
+    one = compare.torch.tensor([1j, 2])
+    assert compare.describe(one, one + 1j) == "2 of 2 values, by 1 at most; the largest is 2"
