@@ -70,7 +70,8 @@ PARTS = {
         packages="world scikit-learn hypothesis",
     ),
     "tools": Part(
-        "programs to check, watch and use runs: -check_resume, -eval, doctor, status, predict, plot, ...",
+        "programs to check, watch and use runs: -check_resume, -eval, doctor, status, predict, plot, ..., and the "
+        "checks of your models and trainers at each start",
         "scripts/chaos.py scripts/check_*.py scripts/compare.py scripts/debug.py "
         "scripts/doctor.py scripts/evaluation.py scripts/flags_page.py scripts/ledger.py scripts/predict.py "
         "scripts/step_times.py tests/test_step_times.py",
@@ -198,7 +199,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog += "\n".join(f"  {name:<11} {part.about}" for name, part in PARTS.items())
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("-name", help="letters, digits and dashes (DIR's name)")
+    parser.add_argument("-name", help="letters, digits and dashes (DIR's name, with dashes for _)")
     parser.add_argument(
         "-without", default="", metavar="PART,...", help="parts to leave out; all: the smallest project"
     )
@@ -220,9 +221,10 @@ def create(args: argparse.Namespace) -> str:
         OSError: The folder exists, or cannot be made.
     """
     folder, before = args.folder, read_choices(args.like) if args.like else {}
-    name = args.name or before.get("name") or folder.resolve().name
+    name = args.name or before.get("name") or re.sub(r"[_ .]+", "-", folder.resolve().name)
     if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9-]{0,22}[A-Za-z0-9])?", name):
-        raise ValueError(f"-name {name}: only letters, digits and dashes, a letter first, at most 24")
+        wanted = "only letters, digits and dashes, a letter first, at most 24"
+        raise ValueError(f"-name {name}: {wanted}" if args.name else f"{name} is no name: give -name, {wanted}")
     if folder.exists():
         raise FileExistsError(f"{folder} exists already: choose another folder")
     parts, version = choose(args, before.get("parts", {})), git(ROOT, "describe", "--always", "--dirty")
@@ -341,7 +343,7 @@ class Project:
         if file.endswith(".md"):
             for title in self.absent_sections:
                 text = re.sub(rf"^## {title}\n.*?(?=^## |\Z)", "", text, flags=re.M | re.S)
-            text = re.sub(r"\n{3,}", "\n\n", self.unlink(text, file))
+            text = re.sub(r"\n{3,}", "\n\n", self.trim_blocks(self.unlink(text, file), file))
         return rename(text, self.old, self.name).encode()
 
     def has(self, path: str) -> bool:
@@ -355,15 +357,40 @@ class Project:
 
         An item is a line that begins on the left, with the indented lines below it.
         """
-        kept = []
-        for item in re.split(r"^(?=\S|\n)", text, flags=re.M):
-            words = re.findall(r"[\w.-]+(?:/[\w.-]+)*/?", item)
-            words = words[:1] if page.endswith(".py") else words  # a program, and what it is
-            plugins = [f"lib/{kind}/{name}.py" for kind, name in re.findall(r"-(arch|dataset|trainer) (\w+)", item)]
-            paths = [*words, *[str(Path(page).parent / word) for word in words], *plugins]
-            if all(map(self.has, paths)) and not {*re.findall(r"(?<![\w-])-(\w+)", item)} & {*self.absent_flags}:
-                kept.append(item)
-        return "".join(kept)
+        items = re.split(r"^(?=\S|\n)", text, flags=re.M)
+        return "".join(item for item in items if self.has_all(item, page))
+
+    def has_all(self, item: str, page: str, folder: str = "") -> bool:
+        """Return whether all files, plugins and flags that an item of a page names are in the project.
+
+        `folder`: where the file is that the item begins with.
+        """
+        words = re.findall(r"[\w.-]+(?:/[\w.-]+)*/?", item)
+        words = words[:1] if page.endswith(".py") else words  # a program, and what it is
+        plugins = [f"lib/{kind}/{name}.py" for kind, name in re.findall(r"-(arch|dataset|trainer) (\w+)", item)]
+        plugins += [f"lib/dataset/{name}.py" for name in re.findall(r"\bout/([a-z]+)_", item)]  # of a run's name
+        paths = [*words, *[str(Path(page).parent / word) for word in words], *plugins]
+        paths += [f"{folder}/{word}" for word in words[:1] if folder]
+        return all(map(self.has, paths)) and not {*re.findall(r"(?<![\w-])-(\w+)", item)} & {*self.absent_flags}
+
+    def trim_blocks(self, text: str, page: str) -> str:
+        """Return a page without the lines on what is not there, in blocks of commands, and of files below folders.
+
+        A block that would be empty stays: the text around it is about the same.
+        """
+
+        def trim(block: re.Match) -> str:
+            if block[1] not in ("", "sh"):
+                return block[0]
+            kept, folder = [], ""
+            for line in re.findall(r"(?:.*\\\n)*.*\n", block[2]):  # one that ends in a backslash goes on
+                if not line.startswith(" "):
+                    folder = found[0] if (found := re.match(r"\S+/(?=\s)", line)) else ""
+                if self.has_all(line, page, folder if line.startswith(" ") else ""):
+                    kept.append(line)
+            return f"```{block[1]}\n{''.join(kept)}```" if kept else block[0]
+
+        return re.sub(r"^```(\w*)\n(.*?)^```$", trim, text, flags=re.M | re.S)
 
     def trim_settings(self, text: str) -> str:
         """Return pyproject.toml without packages that nothing needs, and with a linter that finds errors only."""

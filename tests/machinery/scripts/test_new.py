@@ -140,6 +140,10 @@ def test_the_pages_of_a_new_project_are_its_own_and_have_no_dead_link(fork):
     assert not [name for name in pages if "scripts/bench/" in (fork / name).read_text()]
     for name in re.findall(r"^([\w./]+)  ", readme.split("## What to edit")[1].split("```")[1], re.M):
         assert (fork / name).exists(), name
+    small = project.Project(NAME, {part: part != "plugins" for part in project.PARTS}, tracked(ROOT))
+    text = b"".join(small.contents(["docs/architecture.md", "docs/extending.md"]).values())
+    assert b"  convnet.py" in text and b"python train.py -arch my_net" in text
+    assert not re.search(rb"  mlp.py|  folder.py|out/folder_my_net", text)
 
 
 def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
@@ -183,8 +187,8 @@ def test_the_smallest_project_is_short_and_its_two_commands_pass(tmp_path):
     install(folder)
     assert "finished:" in output_of(folder, "./scripts/train.sh", "-epochs", "1")
     assert re.search(r"\d+ passed", output_of(folder, "./scripts/test.sh"))
-    python(ROOT, "scripts/new.py", "project", str(tmp_path / "one"), "-without", "all", "-with", "mirror")
-    python(tmp_path / "one", "-c", "import scripts.mirror")
+    python(ROOT, "scripts/new.py", "project", str(tmp_path / "o_1"), "-without", "all", "-with", "mirror")
+    python(tmp_path / "o_1", "-c", "import scripts.mirror")
 
 
 @pytest.mark.slow
@@ -257,7 +261,8 @@ def test_a_project_or_plugin_that_cannot_be_created_is_refused_in_one_line(fork,
     output = python(fork, "scripts/new.py", "arch", "own_arch", code=2)
     assert output == "new.py: lib/arch/own_arch.py exists already: choose another name, or delete it first\n"
     assert "not a plugin's name" in python(fork, "scripts/new.py", "arch", "../x", code=2)
-    assert "letters, digits and dashes" in python(ROOT, "scripts/new.py", "project", str(tmp_path / "a b"), code=2)
+    refused = python(ROOT, "scripts/new.py", "project", str(tmp_path / "2_b"), code=2)
+    assert refused.startswith("new.py: 2-b is no name: give -name, only letters, digits and dashes")
     assert "at most 24" in python(ROOT, "scripts/new.py", "project", f"{tmp_path}/a", "-name", f"{NAME}s", code=2)
     no_part = python(ROOT, "scripts/new.py", "project", str(tmp_path / "a"), "-without", "slrm", code=2)
     assert "-without slrm: no such part; there are slurm, " in no_part
