@@ -111,12 +111,12 @@ class Step:
 
     def is_mask(self, node: ast.expr) -> bool:
         """Whether a node is surely a mask that leaves more of some samples than of others."""
-        if isinstance(node, ast.Name) and not self.value(node):
-            return node.id in self.batch and bool(re.fullmatch(MASK, node.id))
+        if isinstance(node, ast.Name) and re.fullmatch(MASK, node.id) and self.is_given(node):
+            return True
         node = self.value(node) or node
         if isinstance(node, ast.Subscript | ast.Attribute):
             key = ast.unparse(node.slice).strip("'") if isinstance(node, ast.Subscript) else node.attr
-            is_named = re.fullmatch(MASK, key) and self.of_batch(node.value)  # batch["mask"], batch.mask
+            is_named = re.fullmatch(MASK, key) and self.is_given(node.value)  # batch["mask"], batch.mask
             return bool(is_named) or self.is_mask(node.value)
         if isinstance(node, ast.UnaryOp):
             return isinstance(node.op, ast.Invert) and self.is_mask(node.operand)
@@ -127,6 +127,13 @@ class Step:
             return any(map(self.is_mask, _arguments(node)[:1]))
         is_call = isinstance(node, ast.Call) and name_of(node) in MASKS
         return (is_call or isinstance(node, ast.Compare)) and self.has_values(node)
+
+    def is_given(self, node: ast.expr) -> bool:
+        """Whether a node is the batch, or an entry of it, as the step gets it."""
+        node = self.value(node) or node
+        if isinstance(node, ast.Subscript | ast.Attribute):
+            return self.is_given(node.value)
+        return isinstance(node, ast.Name) and node.id in self.batch
 
     def has_values(self, node: ast.AST) -> bool:
         """Whether a node depends on values of the batch, or on random numbers, and not on their ranks."""
