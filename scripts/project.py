@@ -185,8 +185,15 @@ HIDE = '''    absent = """NAMES""".split()  # flags of parts that this project l
     for action in parser._actions:
         if action.dest in absent:
             action.help = argparse.SUPPRESS
-            action.choices = None if action.type is types.yes_no else [action.default]
+            if action.type is not types.yes_no:
+                action.choices = [action.default]
+                action.type = refuse if action.default is None else action.type
     return rules
+
+
+def refuse(text: str) -> None:
+    """Be the type of a flag that takes no value here."""
+    raise argparse.ArgumentTypeError(f"{text!r} is for a part of the template that this project left out")
 '''
 OVER_SAVES = "# Over the runs of saves.py\n"  # in tests/conftest.py: what follows needs that file
 
