@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib import config
 from lib.config import plugins
 from lib.config.types import whole
 from lib.core import parallel
@@ -117,8 +116,7 @@ def format_of(file: Path | None, given: str | None) -> str:
 
 def place(run: Path, source: str | None) -> Path:
     """The weights file or checkpoint to export. Raises UsageError if it does not exist."""
-    if not (run / "config.yaml").is_file():
-        raise UsageError(f"{run} is no run's folder: it has no config.yaml")
+    model_input.config_file(run)  # UsageError if there is none
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
     if not source:
         weights.find(run)  # UsageError if the best ones are lost
@@ -221,7 +219,7 @@ class Exportable:
 
 def prepared(options, tensors: dict) -> Exportable:
     """Return what is exported. Raises UsageError if -pixels or -resize is not what the dataset does."""
-    model, args = state.unwrap(built(options, tensors)), config_of(options)
+    model, args = state.unwrap(built(options, tensors)), model_input.flags_of(options.run)
     samples = training_samples(options, args)
     if options.shape:
         model = model_input.with_one_input(model, args)
@@ -405,13 +403,9 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(largest), equal_nan=True)
 
 
-def config_of(options):
-    return config.parse_args(["-cfg", str(options.run / "config.yaml")], describe=False)
-
-
 def built(options, tensors: dict) -> nn.Module:
     """The run's model with these weights, for evaluation. Raises UsageError if they do not fit."""
-    args = config_of(options)
+    args = model_input.flags_of(options.run)
     model = parallel.build(plugins.load("arch", args.arch), args).eval().requires_grad_(False)
     mine = state.model_tensors(model)
     odd = [name for name in {**mine, **tensors} if not same_form(mine.get(name), tensors.get(name))]

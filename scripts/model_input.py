@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from torch import nn
 
+from lib import config
 from lib.config import plugins
 from lib.core import loss
 from lib.trainer import trainer
@@ -24,12 +25,28 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
+def config_file(run: str | Path) -> Path:
+    """Return the file with the flags of a run. Raises UsageError if this is no run's folder."""
+    file = Path(run) / "config.yaml"
+    if not file.is_file():
+        raise UsageError(f"{run} is no run's folder: it has no config.yaml")
+    return file
+
+
+def flags_of(run: str | Path) -> config.Args:
+    """Return the flags of a run. Raises UsageError if this is no run's folder."""
+    return config.parse_args(["-cfg", str(config_file(run))], describe=False)
+
+
 def load_whole(path: str, model: nn.Module, arch: str, trainer: str = "") -> str:
     """Give the model all the weights in a file; return how many. Raises UsageError if they are another model's.
 
     `trainer`: that of the run, if they are the run's own. A module around the model, which it made, shows in names.
     """
-    loaded = weights.load_into(path, model, whole=True)
+    try:
+        loaded = weights.load_into(path, model, whole=True)
+    except UsageError as error:  # it is about -weights, which not every program has
+        raise UsageError(str(error).removeprefix("-weights ")) from error
     if others := loaded.partition("not used: ")[2]:
         raise UsageError(f"{path}: -arch {arch} is another model than that of these weights: it has no {others}")
     renamed = loaded.partition("; as ")[2].replace("_orig_mod.", "")  # which compiled parts have in their names

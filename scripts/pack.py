@@ -221,7 +221,10 @@ def open_dataset(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     except ValueError as error:
         raise UsageError(f"-flags {args.flags}: {error}") from None
     flags = config.parse_args([*words, "-dataset", args.dataset, "-augment", "no", "-shuffle", "no"])
-    parts = loader.splits(plugins.load("dataset", flags.dataset).get_dataset(flags), flags.dataset)
+    dataset = plugins.load("dataset", flags.dataset)
+    if plugins.mixed(dataset, flags.data) is not dataset:
+        raise UsageError(f"-data {flags.data}: shards have no shares: pack each folder by itself, and mix the shards")
+    parts = loader.splits(dataset.get_dataset(flags), flags.dataset)
     if odd := parts.keys() - {*SPLITS}:
         raise UsageError(f"-dataset {args.dataset} has {', '.join(sorted(odd))}: shards are of {', '.join(SPLITS)}")
     if any(fetch.lists(part, "weights") or fetch.option(part, "sampler") is not None for part in parts.values()):

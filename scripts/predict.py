@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib import config
 from lib.config import plugins
 from lib.core import loss, parallel
 from lib.trainer import trainer
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         if form not in FORMATS:
             raise UsageError(f"-o {args.o}: give it the ending .csv, .json or .txt, or add -format")
         check_device(args.device)
-        network, config_of_run = load_model(args.run, args.device, args.source), flags_of(args.run)
+        network, config_of_run = load_model(args.run, args.device, args.source), model_input.flags_of(args.run)
         model = predictor(network, args.run, args.device)
         transform = plugins.load("dataset", config_of_run.dataset).get_transform(config_of_run)
         rows = list(answers(transform, model, [*files(args.files), *args.text]))
@@ -84,14 +83,6 @@ def main(argv: list[str] | None = None) -> int:
     return FAILED if failed else FINISHED
 
 
-def flags_of(run: str | Path) -> config.Args:
-    """Return the flags of a run. Raises UsageError if this is no run's folder."""
-    file = Path(run) / "config.yaml"
-    if not file.is_file():
-        raise UsageError(f"{run} is no run's folder: it has no config.yaml")
-    return config.parse_args(["-cfg", str(file)], describe=False)
-
-
 @torch.random.fork_rng(devices=[])  # torch's stays the caller's
 def load_model(run: str | Path, device: str | torch.device = "cpu", source: str | Path | None = None) -> nn.Module:
     """Return a run's model with its best weights, or where there are none its final ones, for evaluation, frozen.
@@ -100,7 +91,7 @@ def load_model(run: str | Path, device: str | torch.device = "cpu", source: str 
     function: no checkpoint holds it. The run's data is not needed. Raises UsageError without such weights, or if the
     run's trainer has put another module around the model.
     """
-    args = flags_of(run)
+    args = model_input.flags_of(run)
     file = Path(run, source, weights.FILE) if source in ("best", "final") else source or weights.find(Path(run))
     if file is None:
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
@@ -125,14 +116,14 @@ def load(
     `forward` gets the input; a warning names another one that the training gives, too, and a trainer that may prepare
     inputs itself. Raises UsageError if the model needs more than one.
     """
-    if note := model_input.note_on_trainer(flags_of(run)):
+    if note := model_input.note_on_trainer(model_input.flags_of(run)):
         log.warning("%s", note)
     return predictor(load_model(run, device, source), run, device)
 
 
 def predictor(model: nn.Module, run: str | Path, device: str | torch.device) -> Callable[[list], list[dict]]:
     """Return what `load` returns, of a model of `load_model`."""
-    args = flags_of(run)
+    args = model_input.flags_of(run)
     names = model_input.classes_of(Path(run))
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):

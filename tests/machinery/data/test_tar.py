@@ -349,6 +349,7 @@ def test_the_samples_of_any_dataset_are_packed_by_their_types(tmp_path, script_e
         assert "number them alike" in script_error(pack, "-dataset", "other", "-o", tmp_path / "x")
         said = script_error(pack, "-dataset", "bad", "-o", tmp_path / "x")
         assert "sample 0 of train has a Tensor that no file of a shard holds" in said
+        assert "have no shares" in script_error(pack, "-dataset", "any", "-flags=-data a=1,b=1", "-o", tmp_path / "x")
         assert "give either" in script_error(pack, "x", "-dataset", "odd", "-o", tmp_path / "x")
 
 

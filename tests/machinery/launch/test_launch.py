@@ -222,6 +222,5 @@ def test_torchrun_starts_the_same_run(start, uninterrupted):
     assert run.outcome()["state"] == "stopped" and 0 < run.outcome()["step"] < STEPS
     run = start("torchrun", *flags, command=command)
     assert run.wait() == 0, run.text()
-    assert run.outcome()["state"] == "finished"
-    assert run.weights() == uninterrupted.weights()
+    assert run.outcome()["state"] == "finished" and run.weights() == uninterrupted.weights()
     run.wait_until_gone(SOON_S)

@@ -120,8 +120,7 @@ def test_a_full_disk_gives_a_warning_and_leaves_no_incomplete_line(tmp_path, cap
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     metrics.write_line(file, {"step": 20})
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert steps == sorted(set(steps)) and steps[-1] == 20
-    assert f"cannot write {path}" in caplog.text
+    assert steps == sorted(set(steps)) and steps[-1] == 20 and f"cannot write {path}" in caplog.text
 
 
 def test_long_sums_keep_few_terms_and_a_ratio_of_vectors_is_the_mean_of_what_is_counted(monkeypatch):

@@ -192,6 +192,8 @@ def test_a_model_gets_its_input_by_the_name_that_it_has_in_training(tmp_path, mo
                 predict.load(folder)
         monkeypatch.setattr(Late, "forward", lambda self, image, labels: None)
         assert "forward needs labels, and here it has one input" in script_error(predict, folder)
+    with plugins(arch={"late": lambda args: torch.nn.Linear(9, 9)}, dataset={"rows": None}):
+        assert script_error(predict, folder).startswith(f"predict.py: {file}: not the weights of this model")
     with plugins(arch={"late": lambda args: torch.nn.Linear(64, 4, bias=False)}, dataset={"rows": None}):
         assert "late is another model than that of these weights: it has no bias" in script_error(predict, folder)
     with plugins(arch={"late": lambda args: torch.nn.Linear(64, 4)}, dataset={"rows": None}):
