@@ -18,6 +18,13 @@ NO_PLUGINS = "nope ../x /abs/olute lib/arch/mlp lib.arch.mlp mlp.py .. os __init
 NO_PLUGINS += ["mlp\n", "mlp\0", "ä", "x" * 300]
 NO_RUNS = "../../x /absolute a/b a\\b .. .hidden é a:b ~ $HOME * -x \u202e".split()
 NO_RUNS += ["", " ", "a b", "a\n", "a\0b", "x" * 101]
+INTERVALS = ["", "x", "-1", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"]
+TEXT = "is not a line of text in UTF-8"
+BAD_TEXTS = {  # flag: values, and what is said of each
+    "model": (NO_RUNS, "is not a name of letters, digits, dots, dashes and underscores"),
+    "save_every": (INTERVALS, "is not an interval like 10minutes"),
+    **dict.fromkeys(("out", "data", "resume", "weights"), ([os.fsdecode(b"/nowhere/\xff")], TEXT)),
+}
 
 
 @pytest.mark.parametrize("kind", ["arch", "dataset", "trainer"])
@@ -30,10 +37,11 @@ def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, err
         assert not {module for module in set(sys.modules) - before if module.endswith(name)}
 
 
-def test_a_run_name_with_invalid_characters_is_refused(error_of):
-    for name in NO_RUNS:
-        line = error_of([f"-model={name}"])
-        assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
+@pytest.mark.parametrize("flag", BAD_TEXTS)
+def test_a_text_of_another_form_is_refused(flag, error_of):
+    values, wanted = BAD_TEXTS[flag]
+    for value in values:
+        assert error_of([f"-{flag}={value}"]) == f"argument -{flag}: {value!r} {wanted}"
 
 
 @pytest.mark.parametrize(("place", "name"), [*enumerate(NUMBERS)])
@@ -46,18 +54,6 @@ def test_an_invalid_number_is_refused_for_every_numeric_flag(place, name, error_
         line = error_of([f"-{name}={value}", *([] if name == "cpu" else ["-cpu", "1"])])
         assert line.startswith(f"argument -{name}: ") and "is not a" in line and "number" in line
         assert repr(value) in line or len(value) > 1000
-
-
-def test_an_invalid_interval_is_refused(error_of):
-    for value in ("", "x", "-1", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"):
-        wanted = f"argument -save_every: {value!r} is not an interval like 10minutes"
-        assert error_of([f"-save_every={value}"]).startswith(wanted)
-
-
-def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
-    for flag in ("out", "data", "resume", "weights"):
-        path = str(tmp_path / os.fsdecode(b"\xff"))
-        assert error_of([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
 
 
 def test_an_error_is_one_line_and_exit_code_2_in_the_shell(tmp_path):

@@ -24,31 +24,18 @@ def criterion(flags: str = ""):
     return losses.get_loss(parsed(f"-label_smoothing 0 {flags}"))
 
 
-def with_targets(targets):
-    return {"odd": lambda args: {"train": Tensors(ROWS[: len(targets)], targets), "val": few(args)["val"]}}
+LABELS, RANGE = torch.arange(60) % 4, r"a batch are ({0} to 3|0 to {0}): labels are 0 to 3 for 4 .*-ignore_index"
+ROW = "rows that do not sum to 1, as several labels a sample, or are negative"
+BAD = [("train", -1, 3), ("train", 4, 55), ("train", 255, 59), ("train", 1 << 40, 20), ("val", 4, 30)]
+BAD += [("train", row, 57) for row in ([1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0], [float("nan"), 0, 0, 1])]
 
 
-def soft(*changed):
-    """Probabilities of 4 classes for 60 samples; `changed`: a row and its values."""
-    rows = torch.eye(4)[torch.arange(60) % 4]
-    for row, values in changed:
-        rows[row] = torch.tensor(values)
-    return rows
-
-
-@pytest.mark.parametrize(("label", "place"), [(-1, 3), (4, 55), (255, 59), (1 << 40, 20)])
-def test_a_label_out_of_range_in_any_batch_is_one_line_that_names_the_range_and_the_flag(label, place, refused):
-    labels = torch.arange(60) % 4
-    labels[place] = label
-    with plugins(dataset=with_targets(labels)):
-        line = refused(FLAGS)
-    assert re.search(rf"a batch are ({label} to 3|0 to {label}): labels are 0 to 3 for 4 .*-ignore_index", line)
-
-
-@pytest.mark.parametrize("values", [[1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0], [float("nan"), 0, 0, 1]])
-def test_rows_that_are_no_probabilities_are_refused_after_batches_with_one_label_a_sample(values, refused):
-    with plugins(dataset=with_targets(soft((57, values)))):
-        assert "rows that do not sum to 1, as several labels a sample, or are negative" in refused(FLAGS)
+@pytest.mark.parametrize(("split", "bad", "place"), BAD)
+def test_a_label_out_of_range_or_a_row_of_no_probabilities_in_any_batch_is_one_line(split, bad, place, refused):
+    targets = torch.eye(4)[LABELS] if isinstance(bad, list) else LABELS.clone()
+    targets[place] = torch.tensor(bad)
+    with plugins(dataset={"odd": lambda args: {**few(args), split: Tensors(ROWS, targets)}}):
+        assert re.search(ROW if isinstance(bad, list) else RANGE.format(bad), refused(FLAGS))
 
 
 @pytest.mark.parametrize("lengths", [(5, 4), (4, 5)])
