@@ -24,7 +24,6 @@ from scripts import export, plot, status
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
-MANIFEST, SHARD = "manifest.json", "shard_0000.safetensors"
 WEIGHTS = "best/weights.safetensors"
 
 ODD = {  # what may stand in the place of a file; `there` is a file that must not change
@@ -169,20 +168,6 @@ def test_damaged_best_weights_are_named_by_all_who_read_them(damage, copy, finis
     run(copy.parent, f"{SMALL} -cpu 2")
     assert str(file) in log_of(copy) and "the next evaluation counts as the best" in log_of(copy)
     assert outcome(copy)["best"] is None and outcome(finished_run)["best"]
-
-
-def test_a_manifest_without_a_state_of_this_code_is_passed_over(copy):
-    newest, before = names(copy)[:2]
-    folder = copy / "checkpoints" / newest
-    good = (folder / MANIFEST).read_bytes()
-    for odd in [None, [], "x", {"step": 3, "of another version": 1}]:
-        (folder / MANIFEST).write_bytes(good)
-        saves.change_manifest(folder, lambda manifest, odd=odd: {**manifest, "state": odd})
-        past = saves.found(copy)
-        assert past.folder.name == before and newest in past.damaged[0] and "is left" not in past.damaged[0], odd
-    for body in (b"[", b'{"a": ' * 5000, b"nothing"):
-        (folder / MANIFEST).write_bytes(body + state.CHECKSUM_LINE % shards.zlib.crc32(body))
-        assert saves.found(copy).folder.name == before, body[:10]
 
 
 def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, refused):
