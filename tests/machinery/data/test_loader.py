@@ -144,6 +144,7 @@ DATA = {
     "part of a part": Subset(Subset(ROWS, range(0, 40, 2)), [3, 1, 19, 7, 4]),
     "a list": [(number, float(number)) for number in range(23)],
     "part of dicts with a tuple": Subset(DICTS, [9, 8, 30, 2, 11, 4, 5]),
+    "with its own collate_fn": Items([*range(9)], collate_fn=lambda items: (np.array(items), [1])),
 }
 
 
@@ -156,8 +157,9 @@ def test_a_batch_has_the_samples_of_its_key_for_any_kind_of_dataset(dataset, wor
             fetched = list(one.epoch(epoch, first))
             assert [key for key, _ in fetched] == list(one.micro_batches(epoch, first))
             for key, batch in fetched:
-                wanted = default_collate([dataset[index] for index in key.indices])
+                wanted = getattr(dataset, "collate_fn", default_collate)([dataset[index] for index in key.indices])
                 torch.testing.assert_close(batch, wanted, rtol=0, atol=0)
+                assert type(batch) is type(wanted) or not hasattr(dataset, "collate_fn")
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -233,15 +235,6 @@ def test_a_random_sample_is_the_same_for_any_workers_ranks_and_first_step(datase
     assert wanted == random_samples(dataset, epoch, workers=workers)
     rest = random_samples(dataset, epoch, ranks, first, workers)
     assert len(rest) == 30 - 8 * first and rest.items() <= wanted.items()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_is_what_its_collate_fn_returns(workers):
-    part = Items([*range(4)], collate_fn=lambda items: (np.array(items), [1]))
-    one = new_loader(part, Plan(4, 4, 4), 0, workers=workers)
-    [(_, batch)] = one.epoch(0)
-    one.fetcher.close()
-    assert type(batch) is tuple and type(batch[0]) is np.ndarray and batch[1] == [1]
 
 
 class Curriculum(Dataset):

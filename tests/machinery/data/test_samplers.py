@@ -92,15 +92,15 @@ def test_no_shuffling_and_few_samples_leave_the_sampler_out(more, tmp_path):
     assert same_tensors(*(weights(run(tmp_path, one)) for one in runs))
 
 
-def test_a_sampler_whose_length_changes_is_one_line(error_of):
-    said = error_of("-dataset grows -arch norm_net -num_classes 4 -cpu 1")
-    assert "the sampler of train gives 20 samples at first, and others in a later epoch" in said
+NUMBERS = "which must give as many numbers from 0 to 49 as its len()"
+WRONG = dict.fromkeys("distributed batches short endless negative floats no_length empty".split(), NUMBERS)
+WRONG["grows"] = "the sampler of train gives 20 samples at first, and others in a later epoch"
+WRONG["part"] = "only a part of the"
 
 
-@pytest.mark.parametrize("name", "distributed batches short endless negative floats no_length empty part".split())
+@pytest.mark.parametrize("name", WRONG)
 def test_a_sampler_that_cannot_be_right_is_one_line(name, error_of):
-    wanted = "only a part of the" if name == "part" else "which must give as many numbers from 0 to 49 as its len()"
-    assert wanted in error_of(f"-dataset {name} -arch norm_net -num_classes 4 -cpu 1")
+    assert WRONG[name] in error_of(f"-dataset {name} -arch norm_net -num_classes 4 -cpu 1")
 
 
 def test_a_sampler_that_draws_others_under_the_same_seed_is_warned_of(tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_data
 import torch
+from disk import read_tree
 from items import Items
 from PIL import Image
 from runs import plugins, run, same_tensors, weights
@@ -281,14 +282,10 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
-def read_all(folder: Path) -> dict:
-    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.*"))}
-
-
 def test_packed_photos_are_the_same_samples_and_the_same_bytes_each_time(photos, tmp_path):
     for out in ("a", "b"):
         assert pack.main([str(photos), "-o", str(tmp_path / out)]) == 0
-    assert read_all(tmp_path / "a") == read_all(tmp_path / "b")
+    assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
     flags = config.parse_args(["-dataset", "folder", "-data", str(photos), "-image_size", "16", "-augment", "no"])
     for split, part in dataset(tmp_path / "a", "-augment", "no").items():
         loose = folder.get_dataset(flags)[split]
@@ -308,7 +305,7 @@ def test_a_killed_pack_goes_on_and_leaves_no_half_of_a_shard(photos, tmp_path, m
         child.join()
     assert child.exitcode == -signal.SIGKILL and list((tmp_path / "cut").glob("*.partial"))
     assert pack.main([str(photos), "-o", str(tmp_path / "cut")]) == 0
-    assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole") and len(read_all(tmp_path / "cut")) == 8
+    assert read_tree(tmp_path / "cut") == read_tree(tmp_path / "whole") and len(read_tree(tmp_path / "cut")) == 8
 
 
 def test_what_was_written_is_compared_and_other_files_are_refused(photos, tmp_path, monkeypatch, script_error):
