@@ -14,7 +14,7 @@ from processes import serve, session, start, uninterrupted, until  # noqa: F401
 # Only in ./scripts/test.sh --all: files whose tests take long or need Slurm or etcd; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
 # or an optional package. .ci/run runs all others before it installs these.
-SLOW_FILES = """chaos check_resume cluster_scripts doctor elastic export failing_disks gpu
+SLOW_FILES = """chaos check_resume cluster_scripts doctor elastic export gpu
     kubernetes multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
 LONGEST = """page_files new slurm edits elastic train just_in_time gpu launch export chaos sweep page_commands
@@ -26,6 +26,7 @@ SLOW_TESTS = """
     test_a_compiled_run_keeps test_shards_of_other_programs_train test_a_stock_fsdp_run_ends
     test_half_precision_has_the_same_bits_under test_a_run_of_the_stock_engine_resumes
     test_all_ranks_begin_with_the_values test_averaged_weights_resume test_a_sampler_gives_the_same_run
+    test_a_disk_that_stays_full test_a_slow_disk_is_no_hang
 """.split()  # by their first words
 
 

@@ -116,17 +116,26 @@ def another_lock(folder: Path):
     (folder / ".lock").write_text("another run's")
 
 
-@pytest.mark.parametrize(("seize", "seen_by"), [(another_run, "-save_every 1steps"), (another_lock, "-log_every 1")])
-def test_a_run_whose_folder_another_one_has_ends_and_writes_nothing_more(seize, seen_by, tmp_path, monkeypatch):
+def moved_away(folder: Path):
+    folder.rename(folder.with_name("moved"))
+
+
+@pytest.mark.parametrize(
+    ("seize", "seen_by"), [(another_run, "-save_every 1steps"), (another_lock, "-log_every 1"), (moved_away, "")]
+)
+def test_a_run_whose_folder_is_seized_or_moved_ends_and_writes_nothing_more(seize, seen_by, tmp_path, monkeypatch):
     def take(folder):
         seize(folder)
         taken.update(tree(folder))
 
     taken: dict = {}
+    if not seen_by:  # but by the next vote
+        monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
     saves.after_step(monkeypatch, 5, take)
-    with pytest.raises(OSError, match="another process has the run's folder"):
+    reason = "another process has the run's folder" if seen_by else f"No such file or directory: '{tmp_path}/m/"
+    with pytest.raises((OSError, RuntimeError), match=reason):
         runs.train.main([*f"{SMALL} {seen_by} -cpu 1 -model m -out {tmp_path}".split()])
-    assert tree(tmp_path / "m") == taken
+    assert tree(tmp_path / "m") == taken and (tmp_path / "m").exists() == bool(seen_by)
 
 
 def tree(folder: Path) -> dict:
