@@ -213,13 +213,9 @@ def disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(disk):
-    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
-
-
 def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(disk, monkeypatch, finished_run, capfd):
     with monkeypatch.context() as patch:
-        saves.after_step(patch, 5, lambda folder: fill(disk))
+        saves.after_step(patch, 5, lambda folder: (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free)))
         with pytest.raises(RuntimeError, match=r"could not be saved .*No space left.*, nor could the 2 before it"):
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
     folder = disk / finished_run.name

@@ -38,7 +38,6 @@ def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):
 
 
 def test_caches_are_set_before_torch_is_imported(bare, tmp_path):
-    """In a real run of two processes inductor's cache is in -cache_dir."""
     code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
     flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -cache_dir {tmp_path} -out {tmp_path}".split()
     output = python("-c", code, *flags, code=75, env={**os.environ, "OMP_NUM_THREADS": "1"})

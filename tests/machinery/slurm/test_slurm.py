@@ -167,7 +167,6 @@ def test_an_array_runs_each_trial_of_a_sweep(slurm, out):
 
 
 def test_in_an_allocation_srun_starts_one_run_and_plain_python_one_process(slurm, out):
-    """srun starts one run of two processes; without it, a command is one process, and its -reset applies."""
     flags = f"train.py -dataset slow {SHORT} -out {out} -model by_srun"
     script = f"srun --cpus-per-task=1 {sys.executable} {flags}; {sys.executable} {flags} -reset"
     output = slurm.run("salloc", "-N2", "--ntasks-per-node=1", "-J", "mine", "bash", "-c", script)

@@ -109,7 +109,6 @@ def float32_net():
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_recomputing_changes_no_bit_and_updates_batchnorm_once(engine, tmp_path):
-    """Dropout draws the same mask again, and BatchNorm's running statistics are updated once."""
     plain, again = (weights(run(tmp_path, f"{NORM} {engine} {flag} -model a{flag}")) for flag in ("", "-recompute"))
     assert same_tensors(plain, again)
 
