@@ -65,7 +65,7 @@ def facts(step: int) -> dict:
     config = {"samples": 1000, "batch_size": 1, "micro_batch": 1, "drop_last": False, "engine": "exact"}
     of_weight = {"dict": [["exp_avg", {"tensor": "optim.weight.exp_avg"}]]}
     states = {"optim": [{"dict": [["weight", of_weight]]}, {"list": []}], "frozen": []}
-    return {"state": dataclasses.asdict(State(step=step)), "config": config, "states": states}
+    return {"state": dataclasses.asdict(State(step=step, best={"step": step})), "config": config, "states": states}
 
 
 def at_step(folder: Path, step: int) -> str:

@@ -79,7 +79,7 @@ class Checkpoints:
         facts = {**facts, "tensors": shards.schema(tensors)}
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
         best, self.best = self.best, None
-        job = self.thread.submit(self._write, partial, shards.copy_to_cpu(blocks.items()), metadata, best)
+        job = self.thread.submit(self._write, partial, shards.copy_to_cpu(blocks.items()), metadata, best, facts)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def is_late(self, minutes: int | None = None) -> bool:
@@ -133,8 +133,8 @@ class Checkpoints:
         checkpoints = run_folder.list_checkpoints(self.folder)
         return run_folder.checkpoint_number(checkpoints[0].name) if checkpoints else 0
 
-    def _write(self, partial: Path, blocks: dict, metadata: dict, best: dict[str, Tensor] | None) -> dict:
-        weights.write(self.folder.parent / "best", best if best and self.world.is_writer else {})
+    def _write(self, partial: Path, blocks: dict, metadata: dict, best: dict | None, facts: dict) -> dict:
+        weights.write(self.folder.parent / "best", best if self.world.is_writer else None, facts["state"]["best"])
         for folder in (self.folder, partial) if blocks else ():  # no parents: a run's folder that is gone stays gone
             folder.mkdir(exist_ok=True)
         file = shards.FILE_NAME.format(self.world.rank)

@@ -73,6 +73,9 @@ def find(args: "Args", world: distributed.World, start: dict | None = None) -> P
     if origin and (mine in other.parents or (args.reset and mine == other / "checkpoints")):
         raise UsageError(f"-resume {origin} is of this run: to start from an older checkpoint, take another -model")
     past = find_newest_good(own, world, leave_out=run_folder.is_reset_due(args, world))
+    steps = lambda: run_folder.read_json(own.parent / "outcome.json").get("step")  # noqa: E731
+    if past is None and not (args.reset or args.debug) and any(world.on_writers(steps)):
+        raise UsageError(f"{own} has no checkpoint, though the run has taken steps: -reset starts from scratch")
     if past is None and origin:
         past = find_newest_good(other, world)
         if past is None:
@@ -262,7 +265,8 @@ def best_weights(past: Past, world: distributed.World) -> dict[str, Tensor]:
 
     def read() -> tuple[str, dict[str, Tensor]]:
         try:
-            tensors = shards.read_weights(past.folder.parents[1] / "best" / weights.FILE)
+            step = past.manifest["state"]["best"]["step"]  # a newer checkpoint may have been there
+            tensors = shards.read_weights(past.folder.parents[1] / "best" / weights.FILE, step)
         except (FileNotFoundError, shards.Damaged) as error:
             return str(error), {}
         return "", tensors if past.missing_on else {}

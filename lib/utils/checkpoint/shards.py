@@ -27,7 +27,7 @@ from lib.utils.errors import UsageError
 FILE_NAME = "shard_{:04d}.safetensors"  # of a rank
 CHUNK = 1 << 20  # bytes
 CHECKSUMS = "crc32_of_tensors"  # in a weights file's metadata, JSON
-KINDS = {name: TYPES[name] for name in "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split()}  # others are refused
+KINDS = {name: TYPES[name] for name in "F64 F32 F16 BF16 C64 I64 I32 I16 I8 U8 BOOL".split() if name in TYPES}
 DTYPES = {kind: name for name, kind in KINDS.items()}
 
 
@@ -83,22 +83,25 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | Non
         return {"bytes": file.tell(), "crc32": crc}
 
 
-def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write whole tensors on the CPU to a new file that other readers of safetensors take, with their checksums."""
-    write(path, tensors, {"format": "pt", CHECKSUMS: json.dumps(checksums(tensors))})  # Transformers wants "format"
+def write_weights(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
+    """Write whole CPU tensors, with checksums, to a new file for readers of safetensors (Transformers: "format")."""
+    write(path, tensors, {"format": "pt", CHECKSUMS: json.dumps(checksums(tensors)), **(about or {})})
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises Damaged if it is none, or a checksum in it is wrong."""
+def read_weights(path: Path, step: int | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises Damaged if a checksum is wrong, or it is of another `step`."""
     files.open_regular(path, "rb", follow=True).close()  # no pipe, which the library would wait for
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            sums = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
+            about = file.metadata() or {}
+            sums = json.loads(about.get(CHECKSUMS, "{}"))
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{path}: cut off or changed ({error})") from error
     if sums and sums != checksums(tensors):
         raise Damaged(f"{path}: a checksum of its tensors is wrong")
+    if step is not None and about.get("step", str(step)) != str(step):
+        raise Damaged(f"{path} is of step {about['step']}, not of step {step}")
     return tensors
 
 

@@ -33,14 +33,15 @@ def not_finite(model: nn.Module, world: distributed.World) -> list[str]:
     return sorted(set().union(*distributed.gather(mine, world)))
 
 
-def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write folder/weights.safetensors from whole tensors on the CPU, unless there are none. Raises OSError."""
+def write(folder: Path, tensors: dict[str, Tensor] | None, best: dict | None = None) -> None:
+    """Write whole CPU tensors, if any, to folder/weights.safetensors, with the step of `best`. Raises OSError."""
     if not tensors:
         return
     run_folder.check_lock(folder.parent)
     folder.mkdir(exist_ok=True)
     with atomic.new_version(folder / FILE) as partial:
-        shards.write_weights(partial, dict(sorted(tensors.items())))  # in one order on each disk: one checksum
+        about = best and {"step": str(best["step"])}
+        shards.write_weights(partial, dict(sorted(tensors.items())), about)  # in one order on each disk: one checksum
 
 
 def find(run: Path) -> Path | None:

@@ -45,6 +45,9 @@ class Case:
             assert found == self.new if cut.finished else found in (self.old, self.new), f"{found} found"
             best = shards.read_weights(folder / "best" / weights.FILE)["of_step"] if self.best else found
             assert best in (found, self.new), f"the best weights are those of {best}, the checkpoint is of {found}"
+            if best != found:
+                with pytest.raises(shards.Damaged, match=f"is of step {best}, not of step {found}"):
+                    shards.read_weights(folder / "best" / weights.FILE, found)
             for name in saves.names(folder):
                 saves.tensors(folder / "checkpoints" / name)
             self.save(folder, NEWER)

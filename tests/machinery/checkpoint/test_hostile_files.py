@@ -179,6 +179,12 @@ def test_damaged_best_weights_are_named_by_all_who_read_them(damage, copy, finis
     assert outcome(copy)["best"] is None and outcome(finished_run)["best"]
 
 
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(copy, refused):
+    shutil.rmtree(copy / "checkpoints")
+    assert f"{copy}/checkpoints has no checkpoint, though" in refused(SMALL, out=copy.parent)
+    run(copy.parent, f"{SMALL} -eval")
+
+
 def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, refused):
     before = names(copy)
     saves.change_manifest(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
