@@ -1,12 +1,17 @@
-"""Finds a loss of one's own that stretches outputs (N, 1) and targets (N,) against each other, to (N, N)."""
+"""Finds a loss of one's own that stretches outputs (N, 1) and targets (N,) to (N, N), and terms that no loss has."""
 
 import copy
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lib.utils.checkpoint.state import unwrap
 from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 seen: set[type] = set()  # classes of losses that were checked
 
@@ -28,3 +33,28 @@ def check(criterion: Callable, outputs: Tensor, targets: Tensor) -> None:
         shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
         fault = "stretches them against each other: give both one shape"
         raise UsageError(f"{shapes}: the loss {type(criterion).__name__} {fault}")
+
+
+def warn_lost_terms(trainer: Any, loss: Any) -> None:
+    """Warn of numbers with a gradient that a model's modules keep, as a mixture of experts' load, and no loss has.
+
+    `loss`: what training_step has returned, after its backward pass. -recompute has put others in their place.
+    """
+    named = () if trainer.args.recompute else unwrap(trainer.model).named_modules(prefix="model")
+    kept = {f"{name}.{key}": one for name, module in named for key, one in vars(module).items() if is_term(one)}
+    seen, left = set(), [loss.grad_fn] if kept else []
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [one for one, _ in node.next_functions]
+    if lost := [name for name, one in kept.items() if one.grad_fn not in seen]:
+        hint = (
+            "add it in forward, which then returns the whole loss, or in training_step; detach() it if it is a figure"
+        )
+        log.warning("%s (%d in all) has a gradient, and is no part of the loss: %s", lost[0], len(lost), hint)
+
+
+def is_term(value: Any) -> bool:
+    """Return whether an attribute may be a part of a loss: a number that a pass has computed with a gradient."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None

@@ -80,6 +80,8 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
     _, *taken = signature(type(unwrap(model)).forward).parameters.values()
     names, takes_all = [one.name for one in taken], any(one.kind is one.VAR_KEYWORD for one in taken)
     given = {name: targets for name in names if name in TARGETS and targets is not None}
+    if isinstance(batch, Mapping) and len({name.rstrip("s") for name in TARGETS if name in batch}) > 1:
+        raise UsageError("a batch has a label and a target: the loss takes one of them, so rename or drop the other")
     if not isinstance(inputs, Mapping):
         takes_any = targets is not None and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken)
         if takes_any and any({*signature(type(one).forward).parameters} & {*TARGETS} for one in model.modules()):
@@ -158,10 +160,11 @@ def get_loss(args: Namespace) -> nn.Module:
     weights = torch.tensor([float(one) for one in numbers.split(",")]) if numbers else None
     if weights is not None and len(weights) != args.num_classes:
         raise UsageError(f"-class_weights {numbers}: give one for each of -num_classes {args.num_classes}")
-    criterion = CrossEntropy(weights, ignore_index=args.ignore_index, label_smoothing=args.label_smoothing)
+    options = {"ignore_index": args.ignore_index, "label_smoothing": args.label_smoothing}
+    criterion = BY_NAME["cross_entropy"](weights, **options)
     criterion.register_buffer("weight", weights, persistent=False)  # no checkpoint brings back those of an old flag
-    if args.compile and not args.cpu and torch.accelerator.is_available():  # an eighth of a small GPT's step
-        criterion._sum = torch.compile(criterion._sum)
+    if hasattr(criterion, "_sum") and args.compile and not args.cpu and torch.accelerator.is_available():
+        criterion._sum = torch.compile(criterion._sum)  # an eighth of a small GPT's step
     return criterion
 
 
@@ -212,7 +215,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
     """Whether the classes are in the last dimension, as of tokens; those of images come first, as torch has them."""
-    return outputs.ndim < 4 and outputs.shape[:-1] == targets.shape
+    return outputs.ndim < 4 and outputs.shape[:-1] == targets.shape and not targets.is_floating_point()
 
 
 def check_probabilities(criterion: nn.Module) -> None:
@@ -239,7 +242,7 @@ def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str
     outputs = outputs.detach()
     if isinstance(criterion, REGRESSION) and outputs.shape == targets.shape:
         return {"mae": ratio((outputs.float() - targets.float()).abs())}
-    if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
+    if not isinstance(criterion, nn.CrossEntropyLoss) or not _classes_last(outputs, targets):
         return {}
     targets = targets.long()
     counted = (targets != criterion.ignore_index) & (targets >= 0)  # a loss of the model's may leave out others
@@ -256,5 +259,6 @@ def compute_metrics(criterion: Callable, outputs: Any, targets: Any) -> dict[str
             chosen = functional.one_hot(answers, classes) * known[:, None]
             found["f1"] = Ratio(2 * (true * chosen).sum(0), (true + chosen).sum(0))
         return found
-    nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
-    return {"bits_per_token": Ratio(nats * counted.sum() / math.log(2), counted.sum())}
+    rows, numbers, ignored = outputs.float().flatten(0, -2), targets.flatten(), criterion.ignore_index
+    nats = functional.cross_entropy(rows, numbers, ignore_index=ignored, reduction="sum")
+    return {"bits_per_token": Ratio(nats / math.log(2), counted.sum())}

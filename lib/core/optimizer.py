@@ -22,7 +22,8 @@ SWITCH = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "
 def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a model and its loss: one, or AdamW and Muon. Raises UsageError for wrong options."""
     kind, options = find_class(args.optimizer), read_options(args.optimizer_arg)
-    groups = decay_groups(nn.ModuleList([unwrap(model), loss]), args.weight_decay)  # names without DDP's
+    groups = decay_groups(unwrap(model), args.weight_decay)  # which has no DDP's name in front of its parameters'
+    groups += [one for one in decay_groups(loss, args.weight_decay) if one["params"]] if [*loss.parameters()] else []
     if kind is not torch.optim.Muon:
         return [_build(kind, groups, options, args)]
     matrices = hidden_matrices(model, args.num_classes)
@@ -40,11 +41,10 @@ def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[t
 def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> torch.optim.Optimizer:
     """Return an optimizer, fused if that is safe. One without weight decay, as Rprop, does not read its groups'."""
     parameters = [parameter for group in groups for parameter in group["params"]]
-    defaults: dict[str, Any] = {"lr": args.lr_start}
-    if "weight_decay" in inspect.signature(kind).parameters:
-        defaults["weight_decay"] = args.weight_decay  # of groups that are added later
-    if kind is torch.optim.SGD:
-        defaults["momentum"] = args.momentum
+    flags = {"weight_decay": args.weight_decay}  # of groups that are added later
+    flags |= {"momentum": args.momentum} if torch.optim.SGD in getattr(kind, "__mro__", ()) else {}
+    taken = flags.keys() & inspect.signature(kind).parameters
+    defaults: dict[str, Any] = {"lr": args.lr_start, **{name: flags[name] for name in taken}}
     if kind in FUSED and "foreach" not in options and _may_fuse(parameters, args):
         defaults["fused"] = True
     options = {**defaults, **options}
@@ -99,7 +99,8 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     shard ends, so FSDP and -deterministic avoid them.
     """
     devices = {parameter.device.type for parameter in parameters}
-    has_gaps = any(one.stride() != torch.empty_like(one).stride() for one in parameters)  # fused kernels write there
+    # Fused kernels take no complex numbers, and write into gaps.
+    has_gaps = any(one.is_complex() or one.stride() != torch.empty_like(one).stride() for one in parameters)
     has_gaps |= len({*map(is_sharded, parameters)}) > 1  # and take no mixture of shards and whole tensors
     if devices == {"cpu"}:
         return not (has_gaps or args.deterministic or args.parallel == "fsdp")

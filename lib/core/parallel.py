@@ -80,12 +80,12 @@ def wrap(model: nn.Module, args: Namespace, world: World, engine: str = "exact",
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in a model's outermost ModuleLists, else its children; none without parameters."""
+    """Return the modules in a model's outermost ModuleLists, else its children, with parameters and a forward."""
     lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
     lists = [(name, one) for name, one in lists if "parametrizations" not in name]  # torch's own, as of weight_norm
     outer = [one for name, one in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
     parts = [part for one in outer for part in one] or list(model.children())
-    return [part for part in parts if part is not None and next(part.parameters(), None) is not None]
+    return [m for m in parts if m is not None and type(m).forward is not nn.Module.forward and [*m.parameters()]]
 
 
 def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World, engine: str) -> nn.Module:

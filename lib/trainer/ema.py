@@ -65,5 +65,6 @@ class Trainer(trainer.Trainer):
 
     def averaged_tensors(self) -> dict[str, Tensor]:
         """Return what is averaged, by name: parameters and running statistics. Other buffers are the model's own."""
-        floats = {name: one for name, one in model_tensors(self.model).items() if one.is_floating_point()}
-        return {name: one for name, one in floats.items() if isinstance(one, nn.Parameter) or is_statistic(name)}
+        own = model_tensors(self.model).items()
+        kept = {name: one for name, one in own if isinstance(one, nn.Parameter) or is_statistic(name)}
+        return {name: one for name, one in kept.items() if one.is_floating_point() or one.is_complex()}
