@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import difflib
 import gc
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -65,7 +65,7 @@ def load_optional(module: str, flag: str) -> ModuleType:
 
 def call_optional(module: str, function: str, *arguments: object) -> None:
     """Call a function of a module that a project may have left out; do nothing without it."""
-    with contextlib.suppress(ModuleNotFoundError):
+    if importlib.util.find_spec(module.partition(".")[0]) and importlib.util.find_spec(module):
         getattr(importlib.import_module(module), function)(*arguments)
 
 

@@ -12,12 +12,12 @@ import torch
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 # The streams of draws, and the numbers that make a place in each: the same on every rank and at every start.
 SAMPLE = 1  # seed, epoch, index: of a sample, or of the first of a batch that is fetched as one
-PASS = 2  # seed, step, number: a dataset's on_device for a micro-batch, its forward and backward pass
+PASS = 2  # seed, step, number: a micro-batch's passes; with 1: the dataset's on_device for it; 2: what is between
 MODEL, TRAINER = 3, 5  # seed: building them
 DRAWS = 4  # seed, epoch, index: see `uniform`
 IMPORT = 8  # number of the kind of plugin: what its file draws when it is imported
 EVALUATION = 6  # seed, 0, number: a micro-batch of an evaluation, at any step, and in -eval
-STEP = 7  # seed, step: what follows the passes of a step; with 0: what comes before them; with 1: at an epoch's end
+STEP = 7  # seed, step: what follows its passes; with 0: what is before; 1: an epoch's end; seed, epoch, 2: its start
 SAMPLER = 9  # seed, epoch: what a dataset's own sampler draws, or another order
 
 

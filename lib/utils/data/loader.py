@@ -47,13 +47,13 @@ class Loader:
         for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
             watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
+            step = epoch * self.plan.steps + micro_batch.step
             if on_device := fetch.option(self.dataset, "on_device"):
                 self.fetcher.fetch.set_epoch(epoch)  # a loader process has a dataset of its own
-            step = epoch * self.plan.steps + micro_batch.step
-            seeding.seed(self.stream, self.seed, step, micro_batch.number, device=self.world.device)
-            if on_device:
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
+                seeding.seed(self.stream, self.seed, step, micro_batch.number, 1, device=self.world.device)
                 batch = on_device(batch, tensors.to_device(draws, self.world.device))
+            seeding.seed(self.stream, self.seed, step, micro_batch.number, 2, device=self.world.device)
             yield micro_batch, tensors.to_device(batch, self.world.device)
         watchdog.begin(COMPUTING)
 

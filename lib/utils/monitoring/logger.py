@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class Logger:
         if outcome and outcome["state"] == "stopped":
             why, step = outcome["reason"], outcome["step"]
             log.info("stopped (%s) in %s at step %d, state saved", why, self._epoch(step), step)
-            log.info("resume:      python train.py -cfg %s", self.folder / "config.yaml")
+            log.info("resume:      python train.py -cfg %s", shlex.quote(f"{self.folder}/config.yaml"))
         elif outcome:
             self._log_results(outcome)
 
@@ -99,7 +100,8 @@ class Logger:
         best, epoch = outcome["best"], math.ceil(outcome["step"] / self.plan.steps)
         chosen = final = f"final weights, of epoch {epoch}"
         if best:
-            metric = best["metric"] if "/" in best["metric"] else f"val {best['metric']}"
+            first = min([name.split()[0] for name in self.plan.data if name.startswith("val")], default="val")
+            metric = best["metric"] if "/" in best["metric"] else f"{first} {best['metric']}"
             chosen = f"best weights: {metric} {best['value']:.4f} in epoch {best['epoch']}"
             final = final if "test_best" in outcome else chosen
         tests = [(outcome.get("test_best"), chosen), (outcome["test"], final)]
