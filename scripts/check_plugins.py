@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lib.core import replicas
+from lib.core import loss, replicas
 from lib.core.replicas import OURS
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
@@ -40,10 +40,7 @@ ADVICE = "changes with the number of micro-batches and processes"
 
 def warn(trainer: Any) -> None:
     """Warn of methods that nothing calls, and of what `faults` finds. Raises UsageError for hooks without effect."""
-    for one in find_parts(trainer).parameters().values():
-        if is_sharded(one) and one._backward_hooks:
-            hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
-            raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
+    refuse_without_effect(trainer)
     check_model.warn_lost_layers(find_parts(trainer).modules)
     kinds = type(trainer).__mro__
     model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
@@ -51,18 +48,19 @@ def warn(trainer: Any) -> None:
     own = kinds[: kinds.index(base)]
     names = {name for kind in own for name, one in vars(kind).items() if inspect.isfunction(one) and name[0] != "_"}
     names = names - {*dir(base), *dir(nn.Module)} | OF_OTHERS & {*dir(model[0])}
+    names |= {name for name, one in vars(base).items() if inspect.isfunction(one) and name[0] != "_"} - {"fit"}
     modules = {one for root in find_parts(trainer).modules.values() for one in root.modules()}
     parts = {kind for one in modules for kind in type(one).__mro__}
     with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
-        files = {kind.__module__ for kind in {*own, *model}} - {"builtins"} | {"lib.core.optimizer"}
+        files = {kind.__module__ for kind in {*own, *model, base}} - {"builtins"}
+        files |= {"lib.core.optimizer", "lib.core.replicas", "lib.utils.checkpoint.just_in_time"}
         text = "".join(_source(sys.modules.get(file)) for file in files if not file.startswith("torch."))
         for name in sorted(names):
             if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
                 hint = suggest(name, vars(base).keys() - {name})
                 log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
-        overrides = {name for kind in own for name in vars(kind)}
         step = _source(kinds[0].training_step)
-        is_logged = re.search(r"\.training_step\(|train_metrics", step) or "training_step" not in overrides
+        is_logged = not step or re.search(r"\.training_step\(|train_metrics", step)
         if trainer.args.train_metrics and not is_logged:
             log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
         update = _source(kinds[0].optimizer_step)
@@ -75,13 +73,16 @@ def warn(trainer: Any) -> None:
             log.warning("-fp16: gradients keep the scaler's factor but for optimizers that clip_gradients gets")
         # Of what is ignored, the trainer's own loss knows, too; of what passes keep, the checkpoints.
         known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
-        known |= {"targets"} if "count_targets" in overrides else set()
+        known |= set() if "losses.count_targets(" in _source(kinds[0].count_targets) else {"targets"}
         known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
         is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
         for module in {sys.modules.get(kind.__module__) for kind in {*own, *parts, base}}:
             is_own = OURS.match(getattr(module, "__file__", None) or "")
-            if is_own and module.__name__ != "lib.core.loss":  # whose sum is divided elsewhere
-                for line, fault in faults(_source(module), is_cut, is_shared, known):
+            functions = [one for one in ast.walk(ast.parse(_source(module))) if isinstance(one, ast.FunctionDef)]
+            sums = [one for one in functions if module is loss and one.name in ("_sum", "compute_metrics")]
+            divided = {line for one in sums for line in range(one.lineno, (one.end_lineno or 0) + 1)}  # elsewhere
+            for line, fault in faults(_source(module), is_cut, is_shared, known) if is_own else ():
+                if line not in divided:
                     log.warning("%s, line %d: %s", module.__file__, line, fault)
         loader = trainer.loaders["train"]
         kept = [value for one in nested(loader.dataset) for value in getattr(one, "__dict__", {}).values()]
@@ -89,6 +90,19 @@ def warn(trainer: Any) -> None:
         for kind in {type(one) for one in parts} if loader.workers else ():
             for name in counters(_source(kind)) if replicas.is_own(kind) else ():
                 log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
+
+
+def refuse_without_effect(trainer: Any) -> None:
+    """Raise UsageError for hooks that FSDP never calls, and for torch schedules whose rates each step overwrites."""
+    for one in find_parts(trainer).parameters().values():
+        if is_sharded(one) and one._backward_hooks:
+            hint = "call register_post_accumulate_grad_hook, or take -parallel ddp"
+            raise UsageError(f"-parallel fsdp: a parameter has a register_hook, which FSDP never calls: {hint}")
+    for optimizer in (trainer.optimizer, *trainer.more_optimizers):
+        is_scheduled = any("initial_lr" in group for group in getattr(optimizer, "param_groups", ()))
+        if is_scheduled and "lr_at(" in _source(type(trainer).set_learning_rate):
+            fault = "a schedule of torch sets the learning rate, which each step sets by -lr_schedule"
+            raise UsageError(f"{fault}: override set_learning_rate")
 
 
 def faults(
@@ -101,15 +115,10 @@ def faults(
     """
     tree = ast.parse(source)
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
-    methods = {one.name for one in functions} - {"evaluation_step"}
     gathers = re.search(r"\bdist\w*\.\w*(gather|reduce)|all_gather|all_reduce|\.reduce\(|torchmetrics", source)
+    for line in _other_models(functions):
+        yield line, "evaluation_step uses another model than the one that is kept: see evaluated_weights"
     for function in functions:
-        if function.name == "evaluation_step" and len(function.args.args) > 1:
-            names = {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
-            names |= {one.attr for one in ast.walk(function) if isinstance(one, ast.Attribute)}
-            if not names & {function.args.args[1].arg, "model", *methods}:
-                fault = "evaluation_step uses another model than the one that is kept: see evaluated_weights"
-                yield function.lineno, fault
         if is_shared:
             if function.name in OF_A_SHARE and not gathers and "is_main" not in ast.unparse(function):
                 for line, name in _collected(function, functions):
@@ -128,6 +137,20 @@ def faults(
     yield from _read_in_step(functions, is_shared)
     if is_cut:
         yield from _no_means(tree, knows_targets="targets" in known)
+
+
+def _other_models(functions: list[ast.FunctionDef]) -> Iterator[int]:
+    """Yield lines of an evaluation_step that does not use its model, and of an evaluate that gives it another."""
+    methods = {one.name for one in functions if "model" in ast.unparse(one)} - {"evaluation_step"}
+    for function in functions:
+        if function.name == "evaluation_step" and len(function.args.args) > 1:
+            names = {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
+            names |= {one.attr for one in ast.walk(function) if isinstance(one, ast.Attribute)}
+            if not names & {function.args.args[1].arg, "model", *methods}:
+                yield function.lineno
+        for call in _calls(function) if function.name == "evaluate" else ():
+            if name_of(call) == "evaluation_step" and call.args and _root(call.args[0]) not in ("", "model"):
+                yield call.lineno
 
 
 def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
@@ -303,7 +326,7 @@ def _attributes(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
 
 def _read_ahead(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines of a train_step that goes through its batches by itself, and does not seed the passes."""
-    is_seeded = "seeding." in ast.unparse(function)
+    is_seeded = re.search(r"seeding\.|call_training_step|super\(\)\.train_step", ast.unparse(function))
     if function.name == "train_step" and len(function.args.args) > 1 and not is_seeded:
         given = function.args.args[1].arg
         loops = [one for one in ast.walk(function) if isinstance(one, ast.For) and not _calls_own(one)]

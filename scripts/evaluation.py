@@ -1,7 +1,9 @@
 """python train.py ... -eval: evaluates a run's weights, and leaves the run as it is."""
 
+import inspect
 import json
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,9 @@ def evaluate(trainer: Trainer) -> str:
     trainer.make_engine()
     kind, methods = type(trainer), ("evaluate", "evaluation_step", "compute_metrics", "count_targets")
     is_own = any(getattr(kind, name) is not getattr(Trainer, name) for name in methods)
-    used = {name: one for name, one in vars(trainer).items() if is_own and name not in replicas.OF_TRAINER}
+    text = "".join(inspect.getsource(getattr(Trainer, name)) for name in methods)  # which a project may have changed
+    used = {name: one for name, one in vars(trainer).items() if name not in replicas.OF_TRAINER}
+    used = {name: one for name, one in used.items() if is_own or re.search(rf"\bself\.{name}\b", text)}
     for name, one in {"loss": trainer.loss, **used}.items():  # such methods may use others' weights, as a teacher's
         values = [*one.state_dict().values()] if isinstance(one, nn.Module) else tree_leaves(one)
         has_state = hasattr(one, "load_state_dict") and not isinstance(one, (nn.Module, *OF_TRAINING))

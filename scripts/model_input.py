@@ -3,10 +3,12 @@
 For predict.py, export.py and -eval.
 """
 
+import contextlib
 import inspect
+import re
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from torch import nn
 from lib import config
 from lib.config import plugins
 from lib.core import loss
-from lib.trainer import trainer
 from lib.utils.checkpoint import weights
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data import loader
@@ -91,9 +92,18 @@ def outputs_of(answer: Any) -> Any:
     return loss.split_output(answer._asdict() if hasattr(type(answer), "_asdict") else answer)[0]
 
 
+def is_usual(step: Callable) -> bool:
+    """Return whether the text of a step gives the model its batch as it is, and the outputs to -loss."""
+    text = ""
+    with contextlib.suppress(OSError, TypeError):
+        text = inspect.getsource(step)
+    is_called = re.search(r"losses\.forward\((self\.)?model, batch, self\.loss\)", text)
+    return bool(is_called) and not re.search(r"\bbatch\b[^=\n(]* = ", text)
+
+
 def note_on_trainer(args: Namespace) -> str:
     """Return how the run's figures may come from other inputs than the model gets here, "" if no trainer says so."""
-    if plugins.load("trainer", args.trainer).Trainer.evaluation_step is trainer.Trainer.evaluation_step:
+    if is_usual(plugins.load("trainer", args.trainer).Trainer.evaluation_step):
         return ""
     what = "what it does to inputs is missing here, and its loss may give outputs another meaning"
     return f"-trainer {args.trainer} has an evaluation_step of its own: {what}"

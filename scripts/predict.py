@@ -30,7 +30,6 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.config import plugins
 from lib.core import loss, parallel
-from lib.trainer import trainer
 from lib.utils import seeding
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.data import photos
@@ -168,7 +167,7 @@ def note_on_outputs(model: nn.Module, args: Namespace) -> str:
     note = model_input.note_on_trainer(args)
     if args.loss != "cross_entropy":
         return note
-    if not note and own.training_step is not trainer.Trainer.training_step:
+    if not note and not model_input.is_usual(own.training_step):
         note = f"-trainer {args.trainer} has a training_step of its own: its loss may give outputs another meaning"
     elif not note and {*loss.signature(type(model).forward).parameters} & {*loss.TARGETS}:
         note = f"-arch {args.arch} gets targets: a loss of its own may give outputs another meaning"

@@ -95,6 +95,8 @@ class Engine:
         gradients, (uses, figures, *shares) = sums[:count], sums[count:]
         self.buffers.finish(shares)
         used = [number > 0 for number in uses.tolist()] if self.unused else [True] * count
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise UsageError("a backward pass of another loss has set gradients: add it to that of training_step")
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
         return figures

@@ -1,6 +1,7 @@
 """Checks that all ranks train the same model, and that checkpoints have all that training changes."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import logging
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from lib.core.buffers import is_statistic, take_first
 from lib.core.optimizer import parameters_of
-from lib.utils import distributed
+from lib.utils import distributed, seeding
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import lists, nested, option
@@ -32,19 +33,20 @@ log = logging.getLogger(__name__)
 # The attributes of lib/trainer/trainer.py as the template has them, and those that a subclass may replace.
 OF_TRAINER = set(
     """all_optimizers args checkpoints checks config engine folder has_stepped is_evaluating is_loaded is_unscaled
-    is_whole loaders logger logs_scalars loss loss_sums marks may_stop measured metrics micro_batch model
-    more_optimizers must_wait of_base optimizer pending_losses pending_norms pending_saves plan rate saved
+    is_whole loaders logger logs_scalars loss loss_sums marks measured metrics micro_batch model
+    more_optimizers must_wait of_base optimizer pending_losses pending_norms pending_saves place plan rate saved
     scaler schedule state stop total_steps trained val_splits world""".split()
 )
 MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule total_steps val_splits".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
-OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
+OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"} - {"_optimizer_step_post_hooks"}
 NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 PLAIN = int | float | str | tuple
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
 UNTRAINED = "no optimizer trains %s (%d in all), which has a gradient"
 OTHER = "%s (%d in all) is another value on other ranks, or in an earlier start: if it matters, seed it, or save it"
+IDLE_STEP = "optimizer_step lets no optimizer step; gradients of several do not add up: see -batch_size"
 IDLE = "no step has trained %s (%d in all): no gradient reached it"
 LARGE = "%s (%d in all) is too large to be compared: if training changes it, give it a state_dict"
 MOST_BYTES, MOST_VALUES, MOST_ROWS, MOST_PARTS = 1 << 25, 1 << 14, 1 << 12, 64  # of a value, an array, lists
@@ -69,10 +71,16 @@ class Checks:
         self.count = 0  # of the checks before a save
         self.steps = 0  # of this start
         self.changed: list[str] = []  # what training_step changes
+        self.saved, self.validated = {}, {}  # marks of weights: of the last step's save, of the last validation
         self.taken: Any = None, None  # what the usual training_step has returned last, and the batch that it got
 
-    def count_step(self) -> None:
-        """Count a step; after the first one of this start, note what no checkpoint has."""
+    def count_step(self, norm: Tensor, loss: Tensor) -> None:
+        """Count a step; name what went wrong in it, once; after the first one, note what no checkpoint has."""
+        if not (self.trainer.has_stepped or IDLE_STEP in self.said) and math.isfinite(norm):
+            log.warning(IDLE_STEP)
+            self.said[IDLE_STEP] = []
+        if not self.steps:
+            call_optional("scripts.check_loss", "warn_lost_terms", self.trainer, loss)
         self.values = self.values or plain_values(self.trainer)
         self.steps += 1
 
@@ -85,9 +93,11 @@ class Checks:
         is_due = self.trainer.state.step and (self.steps in (0, 1, 10, 100) or micro_batch.step == 0)
         # In the first pass after a resume, a layer may take its first values again: so also without other parts.
         watched = is_due and micro_batch.first and (micro_batch.step_parts > 1 or not self.steps) and not self.changed
-        before = self.marks() if watched else {}
+        before = self.marks_of_pass() if watched else {}
+        place = seeding.PASS, self.trainer.args.seed, self.trainer.state.step, micro_batch.number
+        before["torch's seed"] = seeding.hash_ints(*place)  # which call_training_step sets
         yield
-        odd = [name for name, mark in (self.marks() if watched else {}).items() if mark != before.get(name)]
+        odd = [name for name, mark in (self.marks_of_pass() if watched else {}).items() if mark != before.get(name)]
         if micro_batch.step_parts == 1:  # buffers and others then change once a step, as on any number of processes
             odd = [name for name in odd if isinstance(find_parts(self.trainer).weights().get(name), nn.Parameter)]
         self.changed += odd
@@ -95,7 +105,7 @@ class Checks:
             fault = f"training_step changes {', '.join(self.changed[:4])} ({len(self.changed)}), once a micro-batch"
             log.warning("%s: other processes do so another number of times; optimizer_step does once", fault)
 
-    def marks(self) -> dict[str, Any]:
+    def marks_of_pass(self) -> dict[str, Any]:
         """Return marks of what no pass should change on this rank."""
         others = {"torch's seed": torch.initial_seed(), "self.state": repr(self.trainer.state)}
         others["the number of collectives"] = self.count_collectives()
@@ -108,10 +118,12 @@ class Checks:
         group: Any = torch.distributed.group.WORLD if is_counted and world.size > 1 else None
         return group._get_sequence_number_for_group() if group else 0
 
-    def checksums(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, Any]:
-        """Return marks of the parts' wanted tensors on this rank, and of other states."""
+    def checksums(self, is_wanted: Callable[[str, Tensor], bool], most: int = sys.maxsize) -> dict[str, Any]:
+        """Return marks of the parts' wanted tensors on this rank, by `most` values of each, and of other states."""
         parts = find_parts(self.trainer)
         weights = {name: shards.local_part(one) for name, one in parts.weights().items() if is_wanted(name, one)}
+        large = {name: one.detach().reshape(-1) for name, one in weights.items() if one.numel() > most}
+        weights |= {name: one[:: one.numel() // most + 1] for name, one in large.items()}
         return shards.checksums(weights) | {name: Mark().of(one.state_dict()) for name, one in parts.others.items()}
 
     def run(self, saves: bool = False) -> None:
@@ -160,10 +172,32 @@ class Checks:
             take_first([*root.buffers(), *(one for name, one in root.named_parameters() if is_statistic(name))])
         self.compare(f"at step {state.step}; at step {self.agreed} all were the same")
         self.agreed = state.step
+        self.saved = self.marks(states=False) if saves else {}
+
+    def marks(self, states: bool = True) -> dict[str, Any]:
+        """Return marks of some values of parameters and statistics, with `states` of all buffers and states, too."""
+        is_own = self.trainer.world.rank == 0 or self.trainer.plan.engine == "exact"  # else rank 0 has the buffers
+        keeps = lambda name, one: isinstance(one, nn.Parameter) or (is_own and (states or is_statistic(name)))  # noqa: E731
+        found = self.checksums(keeps, MOST_VALUES)
+        return {name: mark for name, mark in found.items() if states or name not in find_parts(self.trainer).others}
+
+    def has_changed(self) -> bool:
+        """Return whether weights are others than after the last validation, on any rank. All ranks call this."""
+        is_other = self.validated not in ({}, self.marks(states=False))
+        return bool(distributed.all_reduce_max([is_other], self.trainer.world)[0])
+
+    def check_saved(self) -> None:
+        """Raise UsageError if weights differ from those of the last step's save: a resume would lose the change."""
+        saved, self.saved = self.saved, {}
+        now = self.marks(states=False) if saved else {}
+        if names := [name for name in saved if saved[name] != now.get(name)]:
+            fault = f"{names[0]} ({len(names)} in all) has changed since step {self.agreed} was saved"
+            raise UsageError(f"{fault}: a resume may repeat that, or lose it; let on_epoch_end() do it")
 
     def compare(self, when: str) -> None:
         """Compare all copies of weights and states. Raises RuntimeError on all ranks, which call this together."""
         mine = self.checksums(lambda _, one: not shards.is_sharded(one)) if self.trainer.world.size > 1 else {}
+        mine |= {"self.state": repr(dataclasses.replace(self.trainer.state, unlogged={}))}
         first = distributed.broadcast(mine, self.trainer.world)
         odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
         parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, self.trainer.world)) if names]
@@ -171,6 +205,13 @@ class Checks:
             name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
             fault = f"the copies of {name} differ: rank {ranks} and rank 0 have other values {when}"
             raise RuntimeError(f"{fault}; each process must make them alike")
+
+
+def check_rate(group: dict) -> None:
+    """Raise UsageError if another than the last step has set a group's learning rate, as a schedule of torch does."""
+    if group["lr"] != group.get("lr_set", group["lr"]):
+        fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
+        raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
 
 
 def parts_of(trainer: Any) -> set[tuple[str, int]]:
@@ -224,7 +265,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
                 if isinstance(value, list | dict) and not is_state:  # a cache grows
                     entries = [*value.values()] if isinstance(value, dict) else value
                     key, value = f"{key} of {len(value)}", entries[:: len(value) // MOST_ROWS + 1]
-                    is_state = all(isinstance(one, PLAIN) for one in value)
+                    is_state = all(isinstance(one, PLAIN | Tensor | np.ndarray) for one in value)
                 own = [] if is_state else own_parts(value)  # else a library's, which reading may change: by its id
                 if is_state or callable(value) or any(map(callable, own)):
                     place = f"the {split} samples' {key} (unseen by loaders: see set_epoch)"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, replicas, scheduler
-from lib.core.buffers import is_statistic
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
 from lib.utils.checkpoint import just_in_time, manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
@@ -61,16 +60,16 @@ class Trainer:
         self.pending_losses, self.pending_norms = [], []  # of steps; not yet read from the device
         self.stop = preemption.Stop(self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s)
         self.logs_scalars, self.is_evaluating = world.is_main, False  # in a pass: whether this one is no padding
-        self.micro_batch = None  # of the pass that runs, in the training or in an evaluation
+        self.micro_batch, self.place = None, ()  # of the pass that runs, also in an evaluation; of its draws
         self.is_whole = False  # whether weights and state, but for statistics, are those of a step that is done
         self.is_unscaled = True  # whether gradients are without the scaler's factor
         self.is_loaded = False  # whether evaluations take the model's weights as they are: those of a file
-        self.may_stop, self.marks = False, None  # whether `evaluate` votes on a stop; marks of before it
+        self.marks = None  # of the state before an evaluation that a stop may end
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, args.keep_last, args.keep_hours)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.must_wait, self.pending_saves = False, []  # in a step or a hook saves wait here: whether to keep each
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
-        self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
+        self.of_base = {name: id(value) for name, value in vars(self).items()}  # below here: a subclass's
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
@@ -113,12 +112,13 @@ class Trainer:
                     self.stop.check_limit(self.state.step, self.args.limit_steps)
                 while not (self.stop.agreed or self.is_done()):
                     epoch = self.state.epoch
+                    seeding.seed(seeding.STEP, self.args.seed, epoch, 2, device=self.world.device)
                     self.train_epoch()
                     if self.state.epoch == epoch and not (self.stop.agreed or self.is_done()):
                         raise UsageError("an epoch has ended without all its steps: train_step must count each")
                 figures = self.evaluate_test()
             except preemption.Stopped:  # in an evaluation, which the next start repeats
-                figures = None
+                figures, self.must_wait = None, False
             return self.finish(figures)
 
     def resume(self, past: Past | None) -> None:
@@ -141,9 +141,6 @@ class Trainer:
             fault = f"self.optimizer is a {type(self.optimizer).__name__}, no torch.optim.Optimizer"
             raise UsageError(f"{fault}: make it a subclass, or let optimizer_step() use it under another name")
         self.all_optimizers, self.checks = [*parts.optimizers.values()], replicas.Checks(self)
-        trained = [one for optimizer in self.all_optimizers for one in optimizers.parameters_of([optimizer])]
-        if len(trained) > len({*trained}) and type(self).due_optimizers is Trainer.due_optimizers:
-            raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
         module = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
         self.engine = module.Engine([*parts.modules.values()], self.world, self.args)
         self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
@@ -182,6 +179,7 @@ class Trainer:
         for _ in range(first, self.plan.steps):
             # For what is drawn before the passes, wherever a start begins; the loader seeds each micro-batch.
             seeding.seed(seeding.STEP, self.args.seed, self.state.step, 0, device=self.world.device)
+            self.checks.check_saved()
             self.train_step(batches)
             self.state.evaluated, self.engine.buffers.starts = False, []
             self.is_whole = type(self).after_step is Trainer.after_step  # a subclass's may change what is saved
@@ -214,27 +212,29 @@ class Trainer:
         self.rescale_gradients(figures[:, 1].sum(), micro_batch)
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)  # alike on all ranks
         self.set_learning_rate()
+        for group in self.scheduled_groups():
+            group["lr_set"] = group["lr"]
         norm = self.optimizer_step()
         norm = norm.full_tensor() if shards.is_sharded(norm) else norm
         if not self.is_unscaled:
             raise UsageError("-fp16: optimizer_step must call clip_gradients(), which takes the scaler's factor out")
         if not isinstance(norm, Tensor) or norm.ndim:
             raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
-        if not self.has_stepped and self.checks.steps < 4 and math.isfinite(norm):
-            log.warning("optimizer_step lets no optimizer step; gradients of several do not add up: see -batch_size")
         self.pending_norms.append(norm)
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
-        self.checks.count_step()
+        self.checks.count_step(norm, loss)
         self.must_wait = False
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
         self.micro_batch, self.logs_scalars = micro_batch, micro_batch.count > 0
+        self.place = seeding.PASS, self.args.seed, self.state.step, micro_batch.number
+        seeding.seed(*self.place, device=self.world.device)
         with parallel.autocast(self.args, self.world.device):
             loss = self.training_step(batch)
-        self.logs_scalars = self.world.is_main
+        self.logs_scalars, self.place = self.world.is_main, ()
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise UsageError(f"training_step returns {loss!r:.40}: not the mean loss, a 0-d tensor with a gradient")
         return loss
@@ -269,12 +269,9 @@ class Trainer:
     def set_learning_rate(self) -> None:
         """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
         lr = scheduler.lr_at(self.state.step, **self.schedule)
-        is_default = type(self).set_learning_rate is Trainer.set_learning_rate
         for group in self.scheduled_groups():
-            if is_default and (group["lr"] != group.get("lr_set", group["lr"]) or "initial_lr" in group):
-                fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
-                raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
-            group["lr"] = group["lr_set"] = lr * group["lr_ratio"] * group.get("lr_scale", 1.0)
+            replicas.check_rate(group)
+            group["lr"] = lr * group["lr_ratio"] * group.get("lr_scale", 1.0)
 
     def scheduled_groups(self) -> list[dict]:
         """Return the groups of -optimizer's optimizers. A group's own learning rate is its peak, as -lr_start is."""
@@ -300,13 +297,16 @@ class Trainer:
 
     def clip_gradients(self, due: list[torch.optim.Optimizer]) -> Tensor:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
+        trained = [parameter for optimizer in due for parameter in optimizers.parameters_of([optimizer])]
+        if len(trained) > len({*trained}):
+            raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
         for optimizer in due if self.scaler.is_enabled() else ():
             self.scaler.unscale_(optimizer)
         self.is_unscaled = True
-        return optimizers.clip(optimizers.parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
+        return optimizers.clip(trained, self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def after_step(self) -> None:
-        """Write a log line if it is due, vote on a stop, move a save on."""
+        """Log, vote on a stop and publish a written save, as is due. What changes weights comes before that."""
         watchdog.moved(self.state.step)
         self.log()
         if not self.stop.tick(training=True) and self.state.step < self.total_steps:  # whose end is no stop
@@ -321,16 +321,15 @@ class Trainer:
         milestone = self.args.keep_every and self.is_due(f"{self.args.keep_every}epochs")
         save = milestone or self.is_due(self.args.save_every)
         if self.is_due(self.args.eval_every) or state.step >= self.total_steps:
-            self.is_whole = type(self).validate is Trainer.validate  # as with after_step
-            self.must_wait = not self.is_whole  # a save in a subclass's has what is due after it, too
+            self.marks, self.must_wait = self.checks.marks(), True  # a save waits for what is due
             self.validate()
-        state.evaluated = True
+        state.evaluated, self.marks = True, None
         if state.step % self.plan.steps == 0:
             state.sums = {}
             seeding.seed(seeding.STEP, self.args.seed, state.step, 1, device=self.world.device)
             self.is_whole, self.must_wait = False, True
             self.on_epoch_end()
-        self.is_whole, self.must_wait = True, False
+        self.is_whole, self.must_wait, self.measured = True, False, {}
         if save or self.pending_saves or self.is_done():
             self.save(keep=bool(milestone))
 
@@ -396,11 +395,10 @@ class Trainer:
         """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
         self.read_losses()
         state, found = self.state, {}
-        self.marks, self.may_stop = self.mark_all(), not self.must_wait and type(self).validate is Trainer.validate
         for split in self.val_splits:
             found[split] = self.evaluate(split)
             self.logger.log_evaluation(state, split, found[split])
-        self.marks, self.may_stop, best = None, False, None
+        self.marks = best = None
         if found:
             figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
             figures |= found[self.val_splits[0]]  # the first set's need no name in front
@@ -415,6 +413,7 @@ class Trainer:
         is_second = just_in_time.has_whole_state(self) and self.world.rank == self.world.size - 1  # if rank 0 is lost
         kept = self.whole_weights(self.world.is_writer or is_second) if best and not self.weights_fault() else None
         self.is_whole, state.validated = False, state.step  # until what follows is done
+        self.checks.validated = self.checks.marks(states=False)
         state.evaluations += bool(found)
         if best and kept is not None:
             self.checkpoints.best = kept
@@ -434,12 +433,13 @@ class Trainer:
     def evaluate(self, split: str) -> dict[str, float]:
         """Return a split's metrics over the samples of all ranks. Raises preemption.Stopped if a stop ends it."""
         totals = metrics.Sums()
-        may_stop = self.may_stop and not distributed.all_reduce_max([self.marks != self.mark_all()], self.world)[0]
+        is_changed = self.marks is None or not (self.is_loaded or self.marks == self.checks.marks())
+        may_stop = not distributed.all_reduce_max([is_changed], self.world)[0]
         with contextlib.closing(contextlib.ExitStack()) as contexts:  # an evaluated_weights may lack its `finally`
             chosen = contextlib.nullcontext() if self.is_loaded else self.evaluated_weights()
             for context in (self.rate.paused(), chosen, self.evaluating()):
                 contexts.enter_context(context)
-            is_stopped, self.measured = False, self.mark_all()
+            is_stopped, self.measured = False, self.checks.marks(states=False)
             for micro_batch, batch in self.loaders[split].epoch(0):
                 self.micro_batch = micro_batch
                 if micro_batch.count or self.plan.engine == "stock" or self.args.parallel == "fsdp":  # need all ranks
@@ -457,15 +457,9 @@ class Trainer:
         if is_stopped:
             raise preemption.Stopped
         # What is drawn from here on is as if there had been no evaluation.
-        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
+        seeding.seed(*(self.place or (seeding.STEP, self.args.seed, self.state.step)), device=self.world.device)
         losses.check_probabilities(self.loss)
         return metrics.means(totals.reduce())
-
-    def mark_all(self) -> dict[str, Any]:
-        """Return marks of parameters, statistics and states; {} if `evaluate` is this class's, which changes none."""
-        own, is_others = type(self).evaluate is not Trainer.evaluate, self.world.rank and self.plan.engine != "exact"
-        is_kept = lambda name, one: isinstance(one, nn.Parameter) or (is_statistic(name) and not is_others)  # noqa: E731
-        return self.checks.checksums(is_kept) if own else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -523,7 +517,7 @@ class Trainer:
     def whole_weights(self, wanted: bool) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
         with self.evaluated_weights():
-            kept, measured = self.mark_all(), vars(self).get("measured", {})
+            kept, measured = self.checks.marks(states=False), vars(self).get("measured", {})
             if any(name.startswith("model.") and kept.get(name) != measured[name] for name in measured):
                 log.warning("evaluate() measures other weights than are kept: let evaluated_weights() choose them")
             return weights.gather(model_tensors(self.model), wanted)
@@ -550,8 +544,9 @@ class Trainer:
             raise RuntimeError(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
-        self.marks, self.may_stop, best, found = self.mark_all(), True, self.state.best, {}
-        if best and (best["evaluation"] < self.state.evaluations or self.state.validated < self.state.step):
+        self.marks, best, found = self.checks.marks(), self.state.best, {}
+        is_other = self.state.validated < self.state.step or self.checks.has_changed()
+        if best and (is_other or best["evaluation"] < self.state.evaluations):
             found["test_best"] = self.evaluate_best()
         found["test"] = self.evaluate("test")
         metrics.check_same(found, self.world)

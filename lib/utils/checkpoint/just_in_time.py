@@ -52,7 +52,8 @@ def save(trainer: Any) -> None:
         if not has_whole_state(trainer):
             raise RuntimeError("it lacks a part: with FSDP, on a GPU, or rank 0's statistics with -deterministic no")
         disconnect()
-        if trainer.checks.changed or trainer.engine.buffers.others or trainer.marks not in (None, trainer.mark_all()):
+        is_evaluated = trainer.marks not in (None, trainer.checks.marks())
+        if is_evaluated or trainer.checks.changed or trainer.engine.buffers.others:
             raise RuntimeError("a pass or evaluate() changes more than statistics: a counter, a queue or a teacher")
     trainer.engine.buffers.restore(trainer.engine.buffers.starts)
     trainer.read_losses()
