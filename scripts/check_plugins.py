@@ -55,8 +55,9 @@ def warn(trainer: Any) -> None:
         files = {kind.__module__ for kind in {*own, *model, base}} - {"builtins"}
         files |= {"lib.core.optimizer", "lib.core.replicas", "lib.utils.checkpoint.just_in_time"}
         text = "".join(_source(sys.modules.get(file)) for file in files if not file.startswith("torch."))
-        for name in sorted(names):
-            if not re.search(rf"(?<!def )\b{name}\b|getattr\(self, [^\"']", text):
+        used = {*re.findall(r"(?<!def )\b\w+", text)}
+        for name in [] if re.search(r"getattr\(self, [^\"']", text) else sorted(names):
+            if name not in used:
                 hint = suggest(name, vars(base).keys() - {name})
                 log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
         step = _source(kinds[0].training_step)
@@ -77,11 +78,9 @@ def warn(trainer: Any) -> None:
         known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
         is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
         for module in {sys.modules.get(kind.__module__) for kind in {*own, *parts, base}}:
-            is_own = OURS.match(getattr(module, "__file__", None) or "")
-            functions = [one for one in ast.walk(ast.parse(_source(module))) if isinstance(one, ast.FunctionDef)]
-            sums = [one for one in functions if module is loss and one.name in ("_sum", "compute_metrics")]
-            divided = {line for one in sums for line in range(one.lineno, (one.end_lineno or 0) + 1)}  # elsewhere
-            for line, fault in faults(_source(module), is_cut, is_shared, known) if is_own else ():
+            source = _source(module) if OURS.match(getattr(module, "__file__", None) or "") else ""
+            divided = _lines_of_sums(source) if module is loss else set()
+            for line, fault in faults(source, is_cut, is_shared, known):
                 if line not in divided:
                     log.warning("%s, line %d: %s", module.__file__, line, fault)
         loader = trainer.loaders["train"]
@@ -137,6 +136,13 @@ def faults(
     yield from _read_in_step(functions, is_shared)
     if is_cut:
         yield from _no_means(tree, knows_targets="targets" in known)
+
+
+def _lines_of_sums(source: str) -> set[int]:
+    """Return the lines of lib/core/loss.py with the sums that it divides elsewhere."""
+    functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    sums = [one for one in functions if one.name in ("_sum", "compute_metrics")]
+    return {line for one in sums for line in range(one.lineno, (one.end_lineno or 0) + 1)}
 
 
 def _other_models(functions: list[ast.FunctionDef]) -> Iterator[int]:

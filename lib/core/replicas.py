@@ -178,8 +178,8 @@ class Checks:
         """Return marks of some values of parameters and statistics, with `states` of all buffers and states, too."""
         is_own = self.trainer.world.rank == 0 or self.trainer.plan.engine == "exact"  # else rank 0 has the buffers
         keeps = lambda name, one: isinstance(one, nn.Parameter) or (is_own and (states or is_statistic(name)))  # noqa: E731
-        found = self.checksums(keeps, MOST_VALUES)
-        return {name: mark for name, mark in found.items() if states or name not in find_parts(self.trainer).others}
+        found, others = self.checksums(keeps, MOST_VALUES), find_parts(self.trainer).others
+        return {name: mark for name, mark in found.items() if states or name not in others}
 
     def has_changed(self) -> bool:
         """Return whether weights are others than after the last validation, on any rank. All ranks call this."""
