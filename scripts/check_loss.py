@@ -36,9 +36,9 @@ def check(criterion: Callable, outputs: Tensor, targets: Tensor) -> None:
 
 
 def warn_lost_terms(trainer: Any, loss: Any) -> None:
-    """Warn of numbers with a gradient that a model's modules keep, as a mixture of experts' load, and no loss has.
+    """Warn of numbers with a gradient that modules keep and the loss lacks, as the load of a mixture of experts.
 
-    `loss`: what training_step has returned, after its backward pass. -recompute has put others in their place.
+    `loss`: what training_step has returned. Not under -recompute, whose backward pass computes such numbers again.
     """
     named = () if trainer.args.recompute else unwrap(trainer.model).named_modules(prefix="model")
     kept = {f"{name}.{key}": one for name, module in named for key, one in vars(module).items() if is_term(one)}

@@ -57,7 +57,7 @@ def warn_lost_layers(modules: dict[str, nn.Module]) -> None:
 
 
 def trained_in(value: Any, has_tensors: bool) -> set[Tensor]:
-    """Return what an attribute has that wants a gradient: weights of layers in a list or dict, and leaves."""
+    """Return the tensors to train in an attribute: its own, and those of layers in a list, tuple or dict."""
     inside = tree_leaves(value) if isinstance(value, list | tuple | dict) else []
     layers = [one for one in inside if isinstance(one, nn.Module) and one.training]
     leaves = [one for one in [value, *inside] if isinstance(one, Tensor) and one.is_leaf and has_tensors]

@@ -22,7 +22,7 @@ SWITCH = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "
 def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a model and its loss: one, or AdamW and Muon. Raises UsageError for wrong options."""
     kind, options = find_class(args.optimizer), read_options(args.optimizer_arg)
-    groups = decay_groups(unwrap(model), args.weight_decay)  # which has no DDP's name in front of its parameters'
+    groups = decay_groups(unwrap(model), args.weight_decay)  # the names of its parameters begin without DDP's
     groups += [one for one in decay_groups(loss, args.weight_decay) if one["params"]] if [*loss.parameters()] else []
     if kind is not torch.optim.Muon:
         return [_build(kind, groups, options, args)]

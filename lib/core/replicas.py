@@ -175,14 +175,14 @@ class Checks:
         self.saved = self.marks(states=False) if saves else {}
 
     def marks(self, states: bool = True) -> dict[str, Any]:
-        """Return marks of some values of parameters and statistics, with `states` of all buffers and states, too."""
+        """Return marks of parameters and statistics, by some of their values; with `states` also of all else."""
         is_own = self.trainer.world.rank == 0 or self.trainer.plan.engine == "exact"  # else rank 0 has the buffers
         keeps = lambda name, one: isinstance(one, nn.Parameter) or (is_own and (states or is_statistic(name)))  # noqa: E731
         found, others = self.checksums(keeps, MOST_VALUES), find_parts(self.trainer).others
         return {name: mark for name, mark in found.items() if states or name not in others}
 
     def has_changed(self) -> bool:
-        """Return whether weights are others than after the last validation, on any rank. All ranks call this."""
+        """Return whether any rank's weights differ from those of the last validation. All ranks call this."""
         is_other = self.validated not in ({}, self.marks(states=False))
         return bool(distributed.all_reduce_max([is_other], self.trainer.world)[0])
 
@@ -190,7 +190,8 @@ class Checks:
         """Raise UsageError if weights differ from those of the last step's save: a resume would lose the change."""
         saved, self.saved = self.saved, {}
         now = self.marks(states=False) if saved else {}
-        if names := [name for name in saved if saved[name] != now.get(name)]:
+        names = [name for name in saved if saved[name] != now.get(name)]
+        if names:
             fault = f"{names[0]} ({len(names)} in all) has changed since step {self.agreed} was saved"
             raise UsageError(f"{fault}: a resume may repeat that, or lose it; let on_epoch_end() do it")
 
@@ -208,7 +209,7 @@ class Checks:
 
 
 def check_rate(group: dict) -> None:
-    """Raise UsageError if another than the last step has set a group's learning rate, as a schedule of torch does."""
+    """Raise UsageError if something has set a group's learning rate since the last step, as torch's schedules do."""
     if group["lr"] != group.get("lr_set", group["lr"]):
         fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
         raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")

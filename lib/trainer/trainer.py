@@ -69,7 +69,7 @@ class Trainer:
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.must_wait, self.pending_saves = False, []  # in a step or a hook saves wait here: whether to keep each
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
-        self.of_base = {name: id(value) for name, value in vars(self).items()}  # below here: a subclass's
+        self.of_base = {name: id(value) for name, value in vars(self).items()}  # what comes later is a subclass's
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
@@ -306,7 +306,7 @@ class Trainer:
         return optimizers.clip(trained, self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def after_step(self) -> None:
-        """Log, vote on a stop and publish a written save, as is due. What changes weights comes before that."""
+        """Log, vote on a stop and publish a save, where these are due. Change weights before that, not after it."""
         watchdog.moved(self.state.step)
         self.log()
         if not self.stop.tick(training=True) and self.state.step < self.total_steps:  # whose end is no stop
