@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import tarfile
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_data
 import torch
+from command_line import usage_error
 from disk import read_tree
 from items import Items
 from PIL import Image
@@ -23,7 +25,6 @@ from tqdm import tqdm
 
 from lib import config
 from lib.dataset import folder, tar
-from lib.utils.errors import UsageError
 from scripts import pack, predict, tar_index
 
 FLAGS = "-dataset tar -arch convnet -image_size 16 -batch_size 4 -epochs 2"
@@ -31,6 +32,10 @@ FLAGS = "-dataset tar -arch convnet -image_size 16 -batch_size 4 -epochs 2"
 
 def dataset(data, *flags):
     return tar.get_dataset(config.parse_args([*FLAGS.split(), "-data", str(data), *flags]))
+
+
+def refusal(data) -> str:
+    return usage_error(dataset, data)
 
 
 @pytest.fixture
@@ -93,11 +98,9 @@ def test_a_dataset_of_ones_own_takes_other_files_of_a_sample(tmp_path):
     assert same_tensors(weights(one), weights(two))
     found = tar.get_dataset(config.parse_args(["-data", str(tmp_path)]), Notes)
     assert not hasattr(found["train"], "fingerprint"), "three samples are read, which shows whether they change"
-    with pytest.raises(UsageError, match=r"samples of train have no class, in NAME.cls .a NAME ends at its first"):
-        dataset(tmp_path)
+    assert "samples of train have no class, in NAME.cls (a NAME ends at its first" in refusal(tmp_path)
     write(tmp_path / "train-0.tar", {"0.cls": b"0", "0.txt": b""})
-    with pytest.raises(UsageError, match=r"train-0.tar/0 has no jpg .it has cls, txt."):
-        dataset(tmp_path)["train"][0]
+    assert "train-0.tar/0 has no jpg (it has cls, txt)" in usage_error(dataset(tmp_path)["train"].__getitem__, 0)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +114,8 @@ def test_a_dataset_of_ones_own_takes_other_files_of_a_sample(tmp_path):
 )
 def test_what_a_sample_of_ones_own_lacks_is_said(names, message, tmp_path):
     write(tmp_path / "train-0.tar", dict.fromkeys(names.split(), b"x"))
-    with pytest.raises(UsageError, match=message):
-        tar.get_dataset(config.parse_args(["-data", str(tmp_path)]), Notes)["train"][0]
+    read = lambda: tar.get_dataset(config.parse_args(["-data", str(tmp_path)]), Notes)["train"][0]  # noqa: E731
+    assert re.search(message, usage_error(read))
 
 
 def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
@@ -131,8 +134,7 @@ def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
     named = dataset(f"{shards}/{{train,val}}-{{0..2}}.tar")
     assert named["train"].fingerprint == whole["train"].fingerprint and len(named["val"]) == 3 * len(whole["val"])
     assert {*dataset(shards / "train-1.tar")} == {"train"}
-    with pytest.raises(UsageError, match=r"train-3.tar: cannot be read"):
-        dataset(f"{shards}/train-{{0..3}}.tar")
+    assert "train-3.tar: cannot be read" in refusal(f"{shards}/train-{{0..3}}.tar")
 
 
 def changed(shards):
@@ -151,8 +153,7 @@ def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, mon
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(error))
     assert len(dataset(shards)["train"]) == 18  # one that another user made
     write(shards / "val" / "0.tar", pairs(6, 2))
-    with pytest.raises(UsageError, match="give a -cache_dir"):
-        dataset(shards)
+    assert "give a -cache_dir" in refusal(shards)
     monkeypatch.undo()
     assert len(dataset(shards, "-cache_dir", str(tmp_path / "cache"))["val"]) == 6
 
@@ -163,12 +164,10 @@ def test_a_damaged_index_is_named(shards):
     rows = np.load(index, mmap_mode="r+")
     rows["label"][0] ^= 1
     rows.flush()
-    with pytest.raises(UsageError, match=r"npy: damaged .its checksum is wrong.: remove it"):
-        dataset(shards)
+    assert "npy: damaged (its checksum is wrong): remove it" in refusal(shards)
     index.unlink()
     index.mkdir()
-    with pytest.raises(UsageError, match=r"npy: cannot be read .Is a directory.: give a -cache_dir"):
-        dataset(shards)
+    assert "npy: cannot be read (Is a directory): give a -cache_dir" in refusal(shards)
 
 
 def test_several_processes_make_one_index_and_a_kill_leaves_none(shards):
@@ -218,8 +217,7 @@ def test_a_damaged_shard_is_named(shards, how):
     cut = {"in a file": end - 700, "at a file": header - 512, "before the end": end, "empty": 0}
     broken = data[: cut[how]] if how in cut else data[:header] + b"?" * 200 + data[header + 200 :]
     file.write_bytes({"compressed": b"\x1f\x8b" + data, "joined": data + data}.get(how, broken))
-    with pytest.raises(UsageError, match=r"train-1.tar: (damaged, cut off|\S+ has no)"):
-        dataset(shards)
+    assert re.search(r"train-1.tar: (damaged, cut off|\S+ has no)", refusal(shards))
 
 
 ODD = {  # a file in DATA: what makes it, and the message
@@ -240,8 +238,7 @@ def test_what_is_no_sample_no_shard_and_no_list_of_classes_is_one_line(shards, w
         write(shards / "train-3.tar", pairs(2) | given)
     else:
         given(shards / what)
-    with pytest.raises(UsageError, match=f"train-3.tar: {message}" if what in FAULTS else message):
-        dataset(shards)
+    assert re.search(f"train-3.tar: {message}" if what in FAULTS else message, refusal(shards))
 
 
 def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
@@ -252,15 +249,14 @@ def test_a_shard_that_changed_and_a_bad_image_are_named(shards, tmp_path):
     write(shards / "train-0.tar", {**pairs(5, path="./"), "./0000.cls": b"1\n"}, format=tarfile.GNU_FORMAT)
     write(shards / "train-1.tar", {"7.jpg": bytes(99999), "7.cls": b"1"})
     for index, name in ((0, "train-0"), (6, "train-1")):
-        with pytest.raises(UsageError, match=rf"{name}\.tar: changed since its index was written"):
-            part[index]
+        assert f"{name}.tar: changed since its index was written" in usage_error(part.__getitem__, index)
     for change in (Path.unlink, Path.touch):  # it is gone, and then empty
         change(shards / "train-2.tar")
-        with pytest.raises(UsageError, match=r"train-2\.tar: shorter than when its index was written, or gone"):
-            part[11]
+        said = usage_error(part.__getitem__, 11)
+        assert "train-2.tar: shorter than when its index was written, or gone" in said
     write(shards / "train-2.tar", pairs(2) | {"7.jpg": jpeg()[:500], "7.cls": b"1"})
-    with pytest.raises(UsageError, match=r"train-2.tar/7.jpg: not a readable image .*-skip_bad_files"):
-        dataset(shards)["train"][8]
+    said = usage_error(dataset(shards)["train"].__getitem__, 8)
+    assert re.search("train-2.tar/7.jpg: not a readable image .*-skip_bad_files", said)
     run(tmp_path / "out", f"{FLAGS} -data {shards} -skip_bad_files -cpu 2")
 
 
