@@ -183,6 +183,8 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(copy, refused):
     shutil.rmtree(copy / "checkpoints")
     assert f"{copy}/checkpoints has no checkpoint, though" in refused(SMALL, out=copy.parent)
     run(copy.parent, f"{SMALL} -eval")
+    (copy / "start.json").write_text("{")
+    assert "start.json does not hold what the run's first" in refused(f"{SMALL} -cpu 1", out=copy.parent)
 
 
 def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, refused):
@@ -205,12 +207,6 @@ def test_checkpoints_with_values_that_are_not_finite_are_refused_unless_allowed(
         line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
         assert "5.bias" in line and "not finite" in line and "-allow_change nan" in line
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
-
-
-def test_a_run_that_was_killed_before_its_first_save_goes_on_with_what_it_settled_or_not_at_all(copy, refused):
-    shutil.rmtree(copy / "checkpoints")
-    (copy / "start.json").write_text("{")
-    assert "start.json does not hold what the run's first" in refused(f"{SMALL} -cpu 1", out=copy.parent)
 
 
 LINES = [b"[]", b"5", b"null", b'{"step": "x"}', b'{"epoch": 1}', b"\xff\x00", b"{" * 10_000, b'{"step": 2, "a": []}']

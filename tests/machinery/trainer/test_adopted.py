@@ -107,18 +107,8 @@ def test_models_and_batches_of_many_forms_train_with_the_usual_bits(arch, datase
             assert bits(run(tmp_path, flags)) == bits(usual_run), size
 
 
-def test_a_sequence_of_labels_is_not_measured_because_the_model_may_shift_it():
-    class Causal(nn.Linear):
-        def forward(self, inputs, labels=None):
-            return Output(loss=super().forward(inputs).mean(), logits=super().forward(inputs))
-
-    batch = {"inputs": torch.randn(2, 5, 3), "labels": torch.zeros(2, 5, dtype=torch.int64)}
-    done = losses.forward(Causal(3, 4), batch, losses.CrossEntropy())
-    assert done.outputs is None and losses.compute_metrics(losses.CrossEntropy(), done.outputs, done.targets) == {}
-
-
 def test_outputs_of_a_model_with_its_own_loss_are_measured_only_if_they_are_class_scores():
-    """An autoencoder's outputs are no class scores, and with one output a sample the argmax says nothing."""
+    """An autoencoder's are none; of one output a sample the argmax says nothing; a model may shift labels of rows."""
 
     class Autoencoder(nn.Linear):
         def forward(self, inputs):
@@ -130,9 +120,15 @@ def test_outputs_of_a_model_with_its_own_loss_are_measured_only_if_they_are_clas
             outputs = super().forward(inputs)
             return outputs, functional.binary_cross_entropy_with_logits(outputs[:, 0], labels.float())
 
-    criterion = losses.CrossEntropy()
-    for model, count in ((Autoencoder(12, 12), 12), (Binary(12, 1), 2)):
-        done = losses.forward(model, (torch.randn(8, 12), torch.randint(count, (8,))), criterion)
+    class Causal(nn.Linear):
+        def forward(self, inputs, labels=None):
+            return Output(loss=super().forward(inputs).mean(), logits=super().forward(inputs))
+
+    criterion, sequence = losses.CrossEntropy(), {"inputs": torch.randn(2, 5, 12), "labels": torch.zeros(2, 5).long()}
+    labelled = [(torch.randn(8, 12), torch.randint(count, (8,))) for count in (12, 2)]
+    for model, batch in zip((Autoencoder(12, 12), Binary(12, 1), Causal(12, 4)), (*labelled, sequence), strict=True):
+        done = losses.forward(model, batch, criterion)
+        assert (done.outputs is None) != isinstance(model, Binary)
         assert losses.compute_metrics(criterion, done.outputs, done.targets) == {}
 
 
