@@ -158,10 +158,7 @@ def other_labels(args):
 
 
 def named(*classes):
-    def get_dataset(args):
-        return {name: Tensors(*part.tensors, classes=classes) for name, part in few(args).items()}
-
-    return get_dataset
+    return lambda args: {name: Tensors(*part.tensors, classes=classes) for name, part in few(args).items()}
 
 
 CHANGES = {
@@ -262,8 +259,3 @@ def test_other_data_before_the_first_save_are_said_and_taken_and_of_an_evaluatio
         assert changed_since not in capfd.readouterr().out
         run(tmp_path, f"{ODD} -eval")
         assert changed_since in capfd.readouterr().out
-
-
-def test_what_get_dataset_computes_has_one_thread(tmp_path):
-    with plugins(dataset={"odd": lambda args: 1 // (torch.get_num_threads() == 1) and few(args)}):
-        run(tmp_path, f"{ODD} -cpu 2 -threads 2 -limit_steps 1", wanted=75)
