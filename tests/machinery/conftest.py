@@ -22,11 +22,11 @@ LONGEST = """page_files new slurm edits elastic train just_in_time gpu launch ex
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_a_model_that_get_model_compiles test_a_run_from_imagenet_weights test_caches_are_set_before_torch
-    test_gradients_that_travel_in_many_chunks test_a_tokenizer_is_trained test_whatever_has_a_state_resumes
+    test_a_tokenizer_is_trained test_whatever_has_a_state_resumes test_a_slow_disk_is_no_hang
     test_a_compiled_run_keeps test_shards_of_other_programs_train test_a_stock_fsdp_run_ends
     test_half_precision_has_the_same_bits_under test_a_run_of_the_stock_engine_resumes
     test_all_ranks_begin_with_the_values test_averaged_weights_resume test_a_sampler_gives_the_same_run
-    test_a_disk_that_stays_full test_a_slow_disk_is_no_hang
+    test_a_disk_that_stays_full
 """.split()  # by their first words
 
 

@@ -14,6 +14,8 @@ from lib.core import exact
 from lib.utils.data.plan import rank_share
 
 _plugins = file_plugins(arch={"blocks_net": lambda args: BlocksNet(), "turns_net": lambda args: Sometimes()})
+# In many chunks and slices: of 12 micro-batches, and of two in the last step, where most of five processes have none.
+CHUNKED = f"{SMALL} -arch turns_net -batch_size 12 -micro_batch 1"
 
 
 def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.Tensor:
@@ -64,23 +66,16 @@ def bits_after_starts(out, flags: str, *starts: str):
         (f"{NET} -epochs 3 -bf16", ("-cpu 2",)),
         (f"{NET} -epochs 3 -parallel fsdp", ("-cpu 2", "-cpu 5 -recompute")),
         (f"{SMALL} -arch turns_net", ("-cpu 2", "-cpu 4")),
+        pytest.param(CHUNKED, ("-cpu 2", "-cpu 5"), marks=pytest.mark.slow),
     ],
-    ids=["tied", "bf16", "fsdp", "turns"],
+    ids=["tied", "bf16", "fsdp", "turns", "chunks"],
 )
-def test_runs_have_the_same_bits_on_any_number_of_processes(flags, others, tmp_path):
+def test_runs_have_the_same_bits_on_any_number_of_processes(flags, others, tmp_path, monkeypatch):
     truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
+    monkeypatch.setattr(exact, "CHUNK", 700 if flags == CHUNKED else exact.CHUNK)
     for more in others:
         assert bits(run(tmp_path, f"{flags} {more} -model on_{more[5]}")) == truth
     assert bits_after_starts(tmp_path, flags, "-cpu 3", "-cpu 1", "-cpu 2") == truth
-
-
-def test_gradients_that_travel_in_many_chunks_and_slices_have_the_same_bits(tmp_path, monkeypatch):
-    """Of 12 micro-batches, and of two in the short last step, where most of five processes have none."""
-    flags = f"{SMALL} -arch turns_net -batch_size 12 -micro_batch 1"
-    truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
-    monkeypatch.setattr(exact, "CHUNK", 700)
-    for cpu in (2, 5):
-        assert bits(run(tmp_path, f"{flags} -cpu {cpu} -model on_{cpu}")) == truth
 
 
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 2", "-cpu 3 -find_unused", "-cpu 2 -parallel fsdp"])
