@@ -2,6 +2,7 @@
 
 import pages
 import pytest
+import tiny_data
 from processes import copy_tracked
 
 
@@ -12,5 +13,5 @@ def fork(tmp_path_factory):
     copy_tracked(folder)
     for name, text in pages.FILES.items():
         (folder / name).write_text(text)
-    pages.make_photos(folder / "data" / "photos")
+    tiny_data.make_folder(folder / "data" / "photos", train=12, val=4)
     return folder

@@ -5,7 +5,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from PIL import Image
 from processes import CLEAN, ROOT, output_of
 
 README = (ROOT / "README.md").read_text()
@@ -35,15 +34,6 @@ def commands(page: str) -> list[str]:
 
 
 COMMANDS = [command for page in PAGES.values() for command in commands(page)]
-
-
-def make_photos(folder):
-    for part, count in (("train", 12), ("val", 4)):
-        for name, light in (("day", 200), ("night", 40)):
-            (folder / part / name).mkdir(parents=True)
-            for number in range(count):
-                image = Image.new("RGB", (40, 30), (light, light, light + number))
-                image.save(folder / part / name / f"{number}.jpg")
 
 
 def run_command(folder, command, code=0, **variables):

@@ -3,8 +3,9 @@
 import re
 import shlex
 
+import tiny_data
 import torch
-from pages import COMMANDS, FENCE, FILES, FORMS, PAGE_PLUGINS, PAGES, README, make_photos
+from pages import COMMANDS, FENCE, FILES, FORMS, PAGE_PLUGINS, PAGES, README
 from processes import ROOT
 
 import train
@@ -18,7 +19,7 @@ def test_every_command_of_the_pages_has_a_known_form():
 
 
 def test_every_train_py_command_of_the_pages_can_be_parsed(tmp_path):
-    make_photos(tmp_path / "photos")
+    tiny_data.make_folder(tmp_path / "photos")
     pack.main([f"{tmp_path}/photos", "-o", f"{tmp_path}/shards"])
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     shapes = {
@@ -61,14 +62,10 @@ def test_no_link_in_the_pages_is_dead():
     assert linked == pages, "README.md links to every page, docs/extending.md to every example"
 
 
-def test_the_stub_of_args_has_every_flag_with_its_type():
-    assert flags_page.STUB.read_text() == flags_page.stub(), "run python scripts/flags_page.py"
-    assert "    max_hours: float | None\n    grace_s: float\n" in flags_page.stub()
-
-
-def test_the_page_of_flags_is_generated_from_the_help():
-    page = PAGES["docs/flags.md"]
-    assert page == flags_page.page(), "run python scripts/flags_page.py"
+def test_the_page_of_flags_and_the_types_of_args_are_generated_from_the_parser():
+    page, types = PAGES["docs/flags.md"], flags_page.STUB.read_text()
+    assert (page, types) == (flags_page.page(), flags_page.stub()), "run python scripts/flags_page.py"
+    assert "    max_hours: float | None\n    grace_s: float\n" in types
     shown = set(re.findall(r"^- `(-\w+)", page, re.M))
     assert shown >= {f"-{action.dest}" for action in config.new_parser()._actions if action.dest not in ("h", "help")}
 
