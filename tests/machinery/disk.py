@@ -1,16 +1,19 @@
-"""A model of a disk that loses power: which folders may be found after a list of file-system calls.
+"""A disk that is full for some shards, and a model of one that loses power: what may be found after a list of calls.
 
 Only fsync promises anything. Of what was written to a file since its last fsync all may be there, half or nothing, or
 zeros, or the old content; what was made, renamed or removed in a folder since the folder's last fsync may be there or
 not, each by itself. A rename is one change: both of its names or neither.
 """
 
+import errno
 import itertools
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from lib.utils.checkpoint import shards
 
 ARRIVED = ("all", "half", "none", "zeros", "old")
 
@@ -130,6 +133,21 @@ class Disk:
 
         walk(self.root, "")
         return tree
+
+
+def fail_writes(monkeypatch, when):
+    """Make the write of a shard fail half way if when(rank, step) is true."""
+    real = shards.write
+
+    def write(path, *blocks):
+        if "shard" in path.name and when(
+            int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
+        ):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *blocks)
+
+    monkeypatch.setattr(shards, "write", write)
 
 
 def _enter(changes, names_of):

@@ -1,20 +1,20 @@
 """Processes are killed at every place of a run: those left save the last whole step, and no bit differs after it."""
 
 import contextlib
-import errno
 import os
 import signal
 from typing import ClassVar
 
 import pytest
 import torch
+from disk import fail_writes
 from runs import lines, norm_net, outcome, plugins, run, same_tensors, weights
 from saves import PLUGINS, SMALL, at_step, bits, change_manifest, kept, log_of, steps, tensors
 
 from lib.launch import local
 from lib.trainer import ema, trainer
 from lib.utils import distributed
-from lib.utils.checkpoint import run_folder, shards
+from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.state import read_manifest
 from lib.utils.data.loader import Loader
 
@@ -221,14 +221,7 @@ def test_where_a_part_may_be_lacking_the_last_save_counts(more, place, reason, t
 
 
 def test_where_the_disk_is_full_the_reason_of_the_end_is_still_the_lost_process(truth, tmp_path, monkeypatch):
-    real = shards.write
-
-    def full(path, *rest):
-        if "step_7" in str(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path, *rest)
-
-    monkeypatch.setattr(shards, "write", full)
+    fail_writes(monkeypatch, lambda rank, step: step == 7)
     folder = killed(monkeypatch, tmp_path, {1: ("pass", 7)})
     assert steps(folder)[0] == 6 and outcome(folder)["lost_peer"]
     assert "does not save the last whole step" in log_of(folder) and "No space left" in log_of(folder)

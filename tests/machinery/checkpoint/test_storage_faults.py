@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import saves
+from disk import fail_writes
 from runs import distance, outcome, run
 from saves import SMALL, all_entries, log_of, names
 
@@ -152,21 +153,6 @@ def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy,
     assert "this one does not" in outcome(copy)["reason"] and all_entries(copy) == before
     run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
     assert f"resuming from {copy}/checkpoints/{newest}:" in log_of(copy)
-
-
-def fail_writes(monkeypatch, when):
-    """Make the write of a shard fail half way if when(rank, step) is true."""
-    real = shards.write
-
-    def write(path, *blocks):
-        if "shard" in path.name and when(
-            int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
-        ):
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, *blocks)
-
-    monkeypatch.setattr(shards, "write", write)
 
 
 def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monkeypatch):
