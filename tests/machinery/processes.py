@@ -24,6 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120  # seconds that a test waits for anything
+SOON_S = 30  # seconds until a run reacts or a failed one has ended, on a machine with other work
 LEFT_OUT = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PYTHONDONTWRITEBYTECODE".split()
 CLEAN = {key: one for key, one in os.environ.items() if key not in LEFT_OUT and not key.startswith("TORCHELASTIC")}
 
@@ -106,6 +107,11 @@ class Run:
 
     def wait_until_gone(self, limit: float = LIMIT):
         until(lambda: not self.processes(), limit, lambda: f"the end of {self.processes()}")
+
+    def ends_with(self, code: int):
+        """Wait for the end: with this exit code, and soon after it without a process."""
+        assert self.wait() == code, self.text()
+        self.wait_until_gone(SOON_S)
 
     def end(self):
         for pid in self.processes():

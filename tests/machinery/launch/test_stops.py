@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import until
+from processes import SOON_S, until
 from saves import steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
@@ -16,7 +16,6 @@ EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
 PAUSE = {"do": "pause", "step": 25}
 NEXT = PAUSE["step"] + 1  # the step at which a run stops that was asked to stop during its pause
 QUIET = "stopped at once, as there was nothing to save"
-SOON_S = 30  # seconds until a run reacts, on a machine with other work
 
 
 def wait_until_noticed(run, number):
@@ -27,8 +26,7 @@ def wait_until_noticed(run, number):
 
 def wait_until_stopped(run, reason) -> int:
     """Wait until the run has stopped with its state saved, and return the step."""
-    assert run.wait() == 75, run.text()
-    run.wait_until_gone(SOON_S)
+    run.ends_with(75)
     outcome = run.outcome()
     assert outcome["state"] == "stopped" and reason in outcome["reason"]
     assert steps(run.folder)[0] == outcome["step"] < STEPS and "Traceback" not in run.text()
@@ -132,12 +130,11 @@ def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, u
     time.sleep(0.2)  # rank 0 is in its collective, waiting for rank 1
     os.kill(run.pid, signal.SIGTERM)
     sent = time.monotonic()
-    assert run.wait() == 1, run.text()
+    run.ends_with(1)
     assert 2 < time.monotonic() - sent < 2 + SOON_S
     assert re.search(r"Timeout \(0:00:02\)!\nThread 0x", run.text())
     assert re.search(r"File .*trainer\.py.* in ", run.text())
     assert "rank 0 failed with exit code 1" in run.text()
-    run.wait_until_gone(SOON_S)
     assert EPOCH in steps(run.folder)  # the save of the second epoch waited for it, and may still be in progress
     check_resumes(start, "stuck", uninterrupted)
 
@@ -148,9 +145,8 @@ def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uni
         maps = Path(f"/proc/{run.pid}/maps")
         until(lambda maps=maps: "libtorch_cpu" in maps.read_text())  # torch is being imported
         os.kill(run.pid, number)
-        assert run.wait() == 75, run.text()
+        run.ends_with(75)
         assert run.text() == f"train.py: {number.name} before or after the training: {QUIET}\n"
-        run.wait_until_gone(SOON_S)
     run = start("early")
     assert run.wait() == 0, run.text()
     assert run.weights() == uninterrupted.weights()
