@@ -261,9 +261,12 @@ def copy_of_the_code(folder: Path) -> Path:
     return folder
 
 
-def fake_program(folder: Path, name: str, text: str):
-    (folder / "bin" / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
-    (folder / "bin" / name).chmod(0o755)
+def fake_program(folder: Path, name: str, text: str) -> Path:
+    file = folder / "bin" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!{shutil.which('bash', path=CLEAN['PATH'])}\n{text}\n")
+    file.chmod(0o755)
+    return file
 
 
 @pytest.fixture

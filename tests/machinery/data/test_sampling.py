@@ -170,15 +170,14 @@ def test_what_cannot_be_drawn_is_one_line(flags, message, texts, error_of):
 
 def test_places_are_mixed_by_their_shares(texts):
     args = config.parse_args([*TOKENS.split(), "-data", "a=3e0, b=1"])
-    splits = config.plugins.mixed(config.plugins.load("dataset", "tokens"), args.data).get_dataset(args)
+    mixed = config.plugins.mixed(config.plugins.load("dataset", "tokens"), args.data)
+    splits = mixed.get_dataset(args)
     assert {*splits} == {"train", "val_a", "val_b", "test"} and len(splits["train"]) == 80
     assert (fetch.draw_order(splits["train"], 0, 0) % 80 < 40).sum() == 60
     assert not check_data.find_faults({"train": splits["train"]}, check_data.World())
     Path("a/tokenizer.json").touch()
     Path("b/tokenizer.json").write_text("{}")
-    assert "a/tokenizer.json and b/tokenizer.json differ" in usage_error(
-        config.plugins.mixed(config.plugins.load("dataset", "tokens"), args.data).get_dataset, args
-    )
+    assert "a/tokenizer.json and b/tokenizer.json differ" in usage_error(mixed.get_dataset, args)
 
 
 def test_parts_that_do_not_fit_together_are_refused():

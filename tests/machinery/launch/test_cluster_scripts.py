@@ -16,8 +16,7 @@ MODULE = 'module() { echo "module $*"; }; export -f module; '
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of the scripts and the code, with a folder `bin` for fake programs."""
-    (tmp_path / "bin").mkdir()
+    """A copy of the scripts and the code."""
     return copy_of_the_code(tmp_path)
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import address_in, until
+from processes import address_in, fake_program, until
 
 import train
 from scripts import tensorboard_server
@@ -18,11 +18,8 @@ TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
     """The file of the notes of a fake agent, which the next runs start."""
-    program = tmp_path / "agent"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("ngrok_agent.py")} "$@"\n')
-    program.chmod(0o700)
-    notes = tmp_path / "notes.json"
-
+    code = Path(__file__).with_name("ngrok_agent.py")
+    program, notes = fake_program(tmp_path, "agent", f'exec {sys.executable} {code} "$@"'), tmp_path / "notes.json"
     values = {"AGENT_NOTES": notes, "NGROK_AUTHTOKEN": TOKEN, "NGROK_PASSWORD": PASSWORD}
     values |= {"PYNGROK_NGROK_PATH": program, "HOME": tmp_path}  # pyngrok keeps a configuration at home
     for name, value in values.items():

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, fake_program
+from processes import copy_tracked, fake_program
 
 PYTHON = f"""
 echo "python $*" >> calls
@@ -32,9 +32,7 @@ def project(tmp_path):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     for name, text in (("python3", PYTHON), ("fake_uv", 'echo "uv $*" >> calls')):
         fake_program(tmp_path, name, text)
-    (tmp_path / "scripts").mkdir()
-    for name in ("scripts/set_up.sh", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    copy_tracked(tmp_path, lambda name: str(name) in ("scripts/set_up.sh", "pyproject.toml"))
     return tmp_path
 
 

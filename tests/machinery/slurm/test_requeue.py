@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from command_line import parsed, usage_error
-from processes import python
+from processes import fake_program, python
 
 from lib import launch
 from lib.launch import local, slurm
@@ -115,7 +115,7 @@ def test_only_the_interrupted_task_of_a_job_array_is_requeued(stopped, monkeypat
 def stopped(tmp_path, monkeypatch):
     """The history of a job that its time limit stopped. It has no scontrol, unless a test makes one."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("PATH", f"{tmp_path}")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     run, history = tmp_path / "run", tmp_path / "12.json"
     requeue.record_start(history, run)
     (run / "checkpoints" / "000001_step_9").mkdir(parents=True)
@@ -129,9 +129,7 @@ def write_outcome(run: Path, launch: str, facts: dict):
 
 def fake_scontrol(folder: Path, job: str):
     """Make an scontrol that answers with this job and appends its arguments to the file `calls`."""
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\necho "JobId=12 {job}"\n')
-    scontrol.chmod(0o755)
+    fake_program(folder, "scontrol", f'echo "$@" >> {folder}/calls\necho "JobId=12 {job}"')
 
 
 def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeue(stopped):
@@ -164,8 +162,8 @@ def test_each_task_uses_its_own_gpu_of_those_that_slurm_makes_visible(monkeypatc
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", of_job)
     assert "".join(str(distributed.pick_device(parsed(""), rank).index) for rank in range(4)) == ordinals
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(UsageError, match=f"local rank {seen} has no device: {seen} are visible"):
-        distributed.pick_device(parsed(""), seen)
+    said = usage_error(distributed.pick_device, parsed(""), seen)
+    assert f"local rank {seen} has no device: {seen} are visible" in said
 
 
 def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatch):
