@@ -126,31 +126,27 @@ def _fail_to_read(monkeypatch, name, code):
     monkeypatch.setattr(Path, "iterdir", failing(Path.iterdir))
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [(SHARD, errno.ESTALE), (SHARD, errno.EMFILE), (MANIFEST, errno.EIO), ("checkpoints", errno.ESTALE)],
-)
-def test_a_read_error_does_not_count_as_damage_and_ends_the_start_on_all_ranks(copy, monkeypatch, name, code):
-    before = all_entries(copy)
-    with monkeypatch.context() as patch:
-        _fail_to_read(patch, name, code)
-        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
-    assert os.strerror(code) in outcome(copy)["reason"] and all_entries(copy) == before
-    run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
-    assert f"resuming from {copy}/checkpoints/{before[-1]}:" in log_of(copy)
-
-
-def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy, monkeypatch):
-    before, newest, real = all_entries(copy), names(copy)[0], resume._fault_of
+def _hide_from_rank_1(monkeypatch, newest):
+    real = resume._fault_of
 
     def fault_of(folder, world, there):
         hidden = os.environ["RANK"] == "1" and folder.name == newest
         return real(folder.parent / "hidden" if hidden else folder, world, there)
 
+    monkeypatch.setattr(resume, "_fault_of", fault_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [(SHARD, errno.ESTALE), (SHARD, errno.EMFILE), (MANIFEST, errno.EIO), ("checkpoints", errno.ESTALE), ("", 0)],
+)
+def test_what_a_rank_cannot_read_or_see_is_no_damage_and_ends_the_start_on_all_ranks(copy, monkeypatch, name, code):
+    before, newest = all_entries(copy), names(copy)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "_fault_of", fault_of)
+        _fail_to_read(patch, name, code) if code else _hide_from_rank_1(patch, newest)
         run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
-    assert "this one does not" in outcome(copy)["reason"] and all_entries(copy) == before
+    reason = os.strerror(code) if code else "this one does not"
+    assert reason in outcome(copy)["reason"] and all_entries(copy) == before
     run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
     assert f"resuming from {copy}/checkpoints/{newest}:" in log_of(copy)
 
