@@ -29,10 +29,14 @@ def verdict_for(state="stopped", *, job=RUNNING, gained=True, in_vain=False, rec
     return requeue.verdict(start, {"state": state, "reason": "a sentence", **facts} if state else {}, gained, job)
 
 
-def test_a_preemption_is_distinguished_from_a_cancellation():
+def test_a_preemption_is_distinguished_from_a_cancellation_even_if_the_run_could_not_save_in_time():
+    """Then its outcome.json says that it runs, or that a process lost its peer, or does not exist yet."""
     assert verdict_for(job=PREEMPTED) == (True, "preempted")
     assert verdict_for(job={**PREEMPTED, "JobState": "SIGNALING"}) == (True, "preempted")
-    assert verdict_for(job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
+    for state in ("stopped", "running", "failed", None):
+        assert verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
+    assert "the run failed" in verdict_for("failed", job=PREEMPTED)[1]
+    assert "was refused" in verdict_for(None, recorded={"refused": "-epochs 0"}, job=PREEMPTED)[1]
     assert "asked to stop" in verdict_for(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):
         for why in ("SIGTERM", "SIGUSR2"):
@@ -40,14 +44,6 @@ def test_a_preemption_is_distinguished_from_a_cancellation():
     before = {**RUNNING, "PreemptTime": "2026-11-21T03:11:00"}
     assert "asked to stop" in verdict_for(job=before)[1], "a preemption before this start does not count"
     assert "asked to stop" in verdict_for(job={})[1], "Slurm does not answer, and nothing indicates a preemption"
-
-
-def test_a_preempted_run_that_could_not_save_in_time_is_requeued():
-    """Its outcome.json says that it runs, or that a process lost its peer, or does not exist yet."""
-    for state in ("running", "failed", None):
-        assert verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
-    assert "the run failed" in verdict_for("failed", job=PREEMPTED)[1]
-    assert "was refused" in verdict_for(None, recorded={"refused": "-epochs 0"}, job=PREEMPTED)[1]
 
 
 def test_time_limits_and_lost_processes_are_requeued_and_failures_are_not():
