@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from lib.dataset import folder
 from lib.utils import files
 from lib.utils.data import loader, photos
 from lib.utils.data.transforms import Pixels
-from lib.utils.errors import UsageError
 from scripts import check_data, doctor
 
 FLAGS = "-dataset folder -arch convnet -image_size 16 -batch_size 4 -epochs 1"
@@ -102,8 +102,8 @@ def test_8_or_12_bits_that_are_stored_in_16_are_refused_by_name(tmp_path):
         Image.fromarray(np.full((8, 8), value, np.uint16)).save(tmp_path / f"{value}.png")
     assert photos.read(tmp_path / "4112.png", see) == 16
     for value in (1, 255, 4095):
-        with pytest.raises(UsageError, match=f"{value}.png: not a readable image .*12 bits or fewer, up to {value}"):
-            photos.read(tmp_path / f"{value}.png", see)
+        said = usage_error(photos.read, tmp_path / f"{value}.png", see)
+        assert re.search(f"{value}.png: not a readable image .*12 bits or fewer, up to {value}", said)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("F", np.float32), ("I", np.int32)])
@@ -111,8 +111,7 @@ def test_images_without_a_range_are_refused_with_file_and_mode(tmp_path, mode, k
     tiny_data.make_folder(tmp_path)
     file = tmp_path / "train" / "ant" / "x.tiff"
     Image.fromarray(np.full((20, 20), 300, kind)).save(file)
-    with pytest.raises(UsageError, match=f"{file}: .*mode {mode} has no range"):
-        dataset(tmp_path)["train"][2]
+    assert re.search(f"{file}: .*mode {mode} has no range", usage_error(dataset(tmp_path)["train"].__getitem__, 2))
 
 
 def test_half_of_the_images_are_mirrored_and_all_are_normalized():

@@ -36,11 +36,6 @@ def nodes(tmp_path):
         yield start
 
 
-def worker(agent) -> int:
-    """The process id of an agent's worker, as soon as it trains."""
-    return until(lambda: children(agent.pid))[0]
-
-
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     return run(tmp_path_factory.mktemp("alone"), FLAGS)
@@ -59,7 +54,7 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
 
     until(lambda: _steps(log) > joined["resumed"] + 20)
     done = _steps(log)
-    os.kill(worker(second), signal.SIGKILL)
+    os.kill(until(lambda: children(second.pid))[0], signal.SIGKILL)  # its worker
     replaced = _wait_for_start(log, 3)
     assert replaced["resumed"] >= done > joined["resumed"] + 20
 
@@ -87,7 +82,7 @@ def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tm
         until(lambda: not ports.is_free(int(client.partition(":")[2])))
         head, other = nodes(**env), nodes(**env)
         _wait_until_it_trains(log)
-        worker(other)
+        until(lambda: children(other.pid))
         os.kill(other.pid, signal.SIGTERM)
         assert other.wait(60)
         nodes(**env)

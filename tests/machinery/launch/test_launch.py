@@ -176,7 +176,6 @@ def test_what_a_plugin_computes_before_processes_are_forked_has_one_thread(line,
     monkeypatch.setattr(sys, "threads", None, raising=False)
     try:
         torch.set_num_threads(2)
-        torch.set_num_threads(2)
         launch.prepare(parsed("-dataset computes -cpu 2"))
         assert sys.threads == 1
     finally:

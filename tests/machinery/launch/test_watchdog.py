@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 
-import processes
 import pytest
 import torch
 from command_line import parsed, plugin_folder
 from items import Items
+from processes import SOON_S, until
 from runs import plugins
 
 import train
@@ -23,7 +23,6 @@ from lib.utils import watchdog
 from lib.utils.data.tensors import Tensors
 
 MINUTES = 0.1
-SOON_S = 30  # seconds after the time limit
 TIMEOUT_S = 0.6  # of the run in a process that steps by itself
 
 
@@ -50,7 +49,7 @@ def test_a_single_process_that_hangs_is_ended_and_logs_its_stack(start):
     message = "nothing moved for 6 s (-hang_minutes 0.1) at step 45: rank 0 on "
     assert message in run.text() and run.outcome()["state"] == "running", "as for a killed process"
     assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
-    processes.until(lambda: "nothing moved for" in on_terminal.log.read_text())
+    until(lambda: "nothing moved for" in on_terminal.log.read_text())
     on_terminal.release()
     assert on_terminal.wait() == 0, on_terminal.text()
 
@@ -88,14 +87,14 @@ def test_a_process_without_its_agent_gets_sigterm_from_the_first_moment_and_once
     monkeypatch.setattr(watchdog.os, "kill", lambda *signal: signals.append(signal))
     with watchdog.watch(1 / 60):
         watchdog.moved(step)
-        processes.until(lambda: len(looks) > 1 or len(signals) > 1)
+        until(lambda: len(looks) > 1 or len(signals) > 1)
     assert signals == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, caplog):
     with watchdog.watch(0.6 / 60):
         watchdog.begin("waiting for the mail")
-        processes.until(lambda: "mail" in caplog.text)
+        until(lambda: "mail" in caplog.text)
         assert "(-hang_minutes 0.01) before the first step: rank 0 on " in caplog.text
         assert not endings.is_set()
         watchdog.begin("reading")
@@ -111,7 +110,7 @@ def test_a_suspended_process_does_not_count_as_hanging(tmp_path):
     reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=step_until_message, args=(tmp_path, reader))
     process.start()
-    processes.until(lambda: (tmp_path / "started").exists())
+    until(lambda: (tmp_path / "started").exists())
     for _ in range(2):
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(2 * TIMEOUT_S)

@@ -2,9 +2,9 @@
 
 import concurrent.futures
 import os
-import socket
 
 import cards
+import ports
 import pytest
 from processes import python
 from runs import distance
@@ -42,8 +42,7 @@ def test_one_and_two_processes_on_gpus_end_at_the_same_bits(flags, tmp_path):
     """On one GPU, too: NCCL takes two processes on it if their names of the host differ."""
     command = f"train.py {flags} -epochs 2 -micro_batch 16 -deterministic -out {tmp_path} -model".split()
     python(*command, "one", "-gpus", "0")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free())}
     place |= {"LOCAL_WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [{**os.environ, **place, "RANK": n, "LOCAL_RANK": n, "NCCL_HOSTID": f"host{n}"} for n in "01"]
     with concurrent.futures.ThreadPoolExecutor() as pool:
