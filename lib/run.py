@@ -14,7 +14,7 @@ from lib.core import parallel
 from lib.utils import distributed, runtime, seeding, watchdog
 from lib.utils.checkpoint import resume, run_folder, weights
 from lib.utils.data import fetch, fingerprint, loader
-from lib.utils.errors import UsageError, load_optional
+from lib.utils.errors import load_optional
 from lib.utils.monitoring import console
 from lib.utils.monitoring.logger import Logger, NoLogger
 
@@ -65,13 +65,9 @@ class Run:
         return parallel.wrap(model, args, world, self.plan.engine, arch=arch)
 
     def prepare(self, loss: nn.Module) -> nn.Module:
-        """Return the loss on the device, with its weights if they follow from the data. Raises UsageError for a sum."""
-        is_weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
-        if type(loss).__module__.startswith("torch.") and (is_weighted or getattr(loss, "reduction", "mean") == "sum"):
-            raise UsageError(f"-loss {self.args.loss} must be the mean over a batch, no sum; see -class_weights")
+        """Return the loss on the device, with its weights if they follow from the data."""
         if self.args.class_weights == "balanced":
-            sampling = load_optional("scripts.sampling", "-class_weights balanced")
-            sampling.balance_loss(loss, self.splits["train"], self.args)
+            load_optional("scripts.sampling", "-class_weights").balance_loss(loss, self.splits["train"], self.args)
         return loss.to(self.world.device)
 
     def begin(self) -> tuple[dict[str, loader.Loader], Logger | NoLogger]:

@@ -1,4 +1,4 @@
-"""Reads the flags of plugins as config.yaml will have them: by it runs are resumed, and their models built again."""
+"""Reads the flags as config.yaml will have them: by it runs are resumed, and their models built again."""
 
 import yaml
 
@@ -7,9 +7,9 @@ from lib.utils.errors import UsageError
 
 
 def check(args: Args) -> None:
-    """Raise UsageError for a flag of a plugin that config.yaml would give another value, or could not keep."""
+    """Raise UsageError for a flag that config.yaml would give another value, or could not keep."""
     parser = new_parser()
-    shared = {action.dest for action in parser._actions}
+    left = {"help", "model", *args.flag_rules.forgotten, *(["epochs"] if args.steps else [])}
     for kind in BUILDERS:
         parser.add_plugin_flags(plugins.load_flags(kind, getattr(args, kind)), kind)
     try:
@@ -22,8 +22,8 @@ def check(args: Args) -> None:
         again = vars(parser.parse_args(parser.to_arguments(words, "config.yaml")))
     except Exception as error:  # noqa: BLE001  # whatever the type of a flag raises
         fault = f"{type(error).__name__}: {error}"
-        raise UsageError(f"config.yaml cannot keep a plugin's flag, or a default that it sets: {fault}") from None
-    for name in sorted({action.dest for action in parser._actions} - shared):
+        raise UsageError(f"config.yaml cannot keep a flag, or a default of one: {fault}") from None
+    for name in sorted({action.dest for action in parser._actions} - left):
         both = vars(args).get(name), again.get(name)  # config.yaml keeps no None, which gives the default back
         before, now = (list(one) if isinstance(one, tuple) else one for one in both)
         if before != now and repr(before) != repr(now):  # NaN is no NaN

@@ -18,7 +18,7 @@ from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
-from scripts import check_model, check_sums
+from scripts import check_model, check_samples, check_sums
 from scripts.check_sums import name_of
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ ADVICE = "changes with the number of micro-batches and processes"
 def warn(trainer: Any) -> None:
     """Warn of methods that nothing calls, and of what `faults` finds. Raises UsageError for hooks without effect."""
     refuse_without_effect(trainer)
+    check_samples.warn(trainer)
     check_model.warn_lost_layers(find_parts(trainer).modules)
     kinds = type(trainer).__mro__
     model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's

@@ -82,11 +82,11 @@ PARTS = {
 }
 SHARED = {  # files that are left out with the last of these parts
     "lib/utils/data/photos.py": "plugins tools export",
-    "lib/utils/data/transforms.py": "plugins export",
+    "lib/utils/data/transforms.py": "plugins tools export",
     "scripts/agent.py": "slurm elastic kubernetes tools",
     "scripts/elastic.sh": "elastic kubernetes",
     "scripts/infiniband.py": "slurm elastic kubernetes tools",
-    "scripts/model_input.py": "tools export",
+    "scripts/model_input.py": "plugins tools export",
     "scripts/other_weights.py": "tools export",
     "scripts/plot.py": "tools sweep",
     "scripts/reading.py": "tools sweep trackers mirror",

@@ -116,7 +116,7 @@ def test_a_damaged_image_is_reported_in_one_line_with_and_without_loader_process
     one.fetcher.close()
     message = str(caught.value)
     assert message.startswith(f"{cut}: not a readable image (") and message.count("\n") == 0
-    assert message.endswith("train with -skip_bad_files (while fetching sample 1)")
+    assert message.endswith("a new run can -skip_bad_files (while fetching sample 1)")
 
 
 def test_the_stem_of_resnet_depends_on_image_size_and_channels():

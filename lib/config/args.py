@@ -16,7 +16,7 @@ from lib.config.plugins import BUILDERS
 from lib.utils import files
 from lib.utils.errors import UsageError, load_optional, no_exit
 
-DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
+DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset, and not those of an old run with another
 EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"), ("epochs", "steps"), ("resume", "weights"))
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 

@@ -84,7 +84,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-mirror", value(text, "URL"), "also copy the run to URL/NAME, as s3://BUCKET/runs, and resume from there")
     add("-seed", COUNT_OR_0, "the seed of all randomness", 0, on_resume="refuse")
 
-    group("data", "refuse")
+    group("data", "refuse")  # those that datasets set are also in DATA_FLAGS of args.py
     add("-dataset", PLUGIN, "data: a file in lib/dataset", "digits")
     add("-batch_size", COUNT, "samples a step, over all processes", 64)
     add("-batch_per_gpu", COUNT, "samples a step for each process, instead of -batch_size", on_resume="forget")

@@ -39,8 +39,8 @@ OF_TRAINER = set(
 )
 MAY_REPLACE = {*"loaders logger loss model more_optimizers optimizer schedule total_steps val_splits".split()}
 OF_MODULES = {*vars(nn.Module()), *"found_odd had_classes_first had_either".split()} - {"training"}
-OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"} - {"_optimizer_step_post_hooks"}
-NOT_OURS = r"scripts/|tests/|train\.py|lib/(config|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
+OF_OPTIMIZERS = {*vars(torch.optim.LBFGS([torch.zeros(1)])), "found_inf"} - {"_optimizer_step_post_hooks"}
+NOT_OURS = r"scripts/|tests/|lib/(config|launch|run|utils/(checkpoint|watchdog))\b|.*/python3[^/]*/"
 OURS = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/(?!{NOT_OURS})")  # files that a fork changes, or adds
 PLAIN = int | float | str | tuple
 CODE = MethodType, BuiltinFunctionType, functools.partial, type, ModuleType  # functions may keep values
@@ -61,6 +61,10 @@ class Checks:
         data = trainer.loaders["train"].dataset
         if trainer.args.shuffle and lists(data, "weights") and option(data, "sampler") is None:
             raise UsageError("the training samples got their weights after get_dataset, too late: set them there")
+        is_given = trainer.of_base["loss"] == id(trainer.loss) and type(trainer.loss).__module__.startswith("torch.")
+        is_weighted = type(trainer.loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and trainer.loss.weight is not None
+        if is_given and (is_weighted or getattr(trainer.loss, "reduction", "mean") == "sum"):
+            raise UsageError(f"-loss {trainer.args.loss} must be the mean over a batch, no sum; see lib/core/loss.py")
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.made = plain_values(trainer)  # before the first step

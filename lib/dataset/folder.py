@@ -72,8 +72,8 @@ class Images(Dataset):
 
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
         self.files, self.classes = files, [printable(name) for name in classes]
-        self.labels = [label for _, label in files]
-        names = "".join(f"{label} {file.removeprefix(str(Path(args.data)))}" for file, label in files)
+        self.labels = [label for _, label in self.files]
+        names = "".join(f"{label} {file.removeprefix(str(Path(args.data)))}" for file, label in self.files)
         self.listing = zlib.crc32(names.encode(errors="surrogateescape"))  # by which a run knows its data, too
         self.folder, self.size, self.box = args.data, args.image_size, random_box if drawn else centre_box
         self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)

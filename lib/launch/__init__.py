@@ -17,7 +17,7 @@ def prepare(args: Args) -> None:
     if args.ngrok:
         load_optional("scripts.tensorboard_server", "-ngrok").check_password()
     if args.restarts and (is_launched() or args.slurm):
-        raise UsageError("-restarts: torchrun has --max-restarts, and Slurm requeues; it is for runs of this machine")
+        raise UsageError("-restarts is for one machine: scripts/elastic.sh restarts under torchrun; Slurm requeues")
     if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
     environment.export(args)

@@ -65,11 +65,14 @@ def count_processes(args: Args) -> int:
 
 
 def fork_is_safe() -> bool:
-    """Whether children may be forked: on Linux, without GPUs, and without a pool of threads of a plugin's."""
+    """Whether children may be forked: on Linux, without GPUs, and without threads or files of a plugin's."""
     import torch
 
+    from lib.utils.data import fetch
+
+    files = [number for number in fetch.files_to_read() if os.fstat(number).st_nlink]  # whose place they would share
     others = {thread.name for thread in threading.enumerate()} - {"MainThread", "checkpoint_0"}
-    return sys.platform == "linux" and not torch.accelerator.is_available() and not others
+    return sys.platform == "linux" and not (torch.accelerator.is_available() or others or files)
 
 
 def start_processes(args: Args, target: str, count: int, run_id: str) -> int:

@@ -183,10 +183,9 @@ class RunFolder:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             check_owner(self.path)
-            own = [self.path / name for name in ("checkpoints", "best", "final", "logs", "slurm", "metrics.jsonl")]
-            for path in [*own, self.path.parent / ".old"]:
-                if path.is_symlink():
-                    raise OSError(errno.ELOOP, "a link, which is not followed", str(path))
+            for name in ("checkpoints", "best", "final", "logs", "slurm", "metrics.jsonl", "../.old"):
+                if (path := self.path / name).is_symlink():
+                    raise OSError(errno.ELOOP, "a link, which is not followed", os.path.normpath(path))
             file = files.open_regular(self.path / ".lock", "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,8 +240,9 @@ class RunFolder:
 
 
 def _move_away(folder: Path) -> None:
-    """Move an old run to out/.old, except the lock and the files of Slurm jobs: one of them may be this start."""
-    target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6}"
+    """Move an old run to out/.old, but not the lock and the files of Slurm jobs: one of them may be this start."""
+    old = folder.resolve().parent / ".old"  # on its own disk, if out/NAME is a link
+    target = old / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6}"
     for entry in [*folder.iterdir()]:
         if entry.name not in (".lock", "slurm"):
             target.mkdir(parents=True, exist_ok=True)

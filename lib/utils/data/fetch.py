@@ -27,7 +27,6 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED, STOP_SIGNALS, UsageError, load_optional, no_exit
 
 MapDataset: TypeAlias = Any  # has len() and [index]; torch's Dataset does not declare its length
-MOST_FILES = 128  # that are open when a loader process begins, and are watched
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -64,15 +63,12 @@ def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
         for value in getattr(whole, "__dict__", {}).values() if wrapped else ():
             several = value.values() if isinstance(value, dict) else value
             several = several if isinstance(value, dict | list | tuple) else [value]
-            parts += several if _is_data(next(iter(several), None)) else []
+            first = next(iter(several), None)  # of data: of torch's class, or with the methods of one
+            is_data = isinstance(first, Dataset) or (hasattr(first, "set_epoch") and hasattr(first, "__getitem__"))
+            parts += several if is_data else []
         found[id(whole)] = whole
         queue += [part for part in parts if id(part) not in found]
     return [*found.values()]
-
-
-def _is_data(one: Any) -> bool:
-    """Whether an attribute of a dataset is another one, of torch's class or by its methods."""
-    return isinstance(one, Dataset) or (hasattr(type(one), "__getitem__") and hasattr(one, "set_epoch"))
 
 
 def check_indices(dataset: Any, name: str) -> None:
@@ -171,7 +167,7 @@ class Fetch(Dataset):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed, self.length = seed, len(dataset)
         self.by_epoch = [one for one in nested(dataset) if hasattr(one, "set_epoch")][::-1]  # the whole comes last
-        self.places: dict[int, int] = {}  # of a worker process: inherited_places
+        self.places: dict[int, int] = {}  # of files that others have open as well, by copies of their descriptors
         self.requests: Iterable[tuple[int, MicroBatch]] = ()  # of the epoch that is read
         self.collate_fn = collate_fn or option(dataset, "collate_fn") or default_collate
 
@@ -242,18 +238,17 @@ def begin_worker(parent: int, number: int) -> None:
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # that is, with the thread that started it: the main one
     if os.getppid() != parent:  # it was gone before that
         os._exit(FAILED)
-    vars(torch.utils.data.get_worker_info().dataset)["places"] = inherited_places()  # pyright: ignore[reportOptionalMemberAccess]
+    places = {os.dup(file): os.lseek(file, 0, os.SEEK_CUR) for file in files_to_read()}
+    vars(torch.utils.data.get_worker_info().dataset)["places"] = places  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def inherited_places() -> dict[int, int]:
-    """Return copies of descriptors of inherited files to read, with their places, which all processes share."""
-    places = {}
-    for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir())[:MOST_FILES]:
+def files_to_read() -> Iterator[int]:
+    """Yield the descriptors of files to read that are open here: forked processes share their places."""
+    for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir())[:128]:  # more are not watched
         with contextlib.suppress(OSError):
             is_read = not fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_WRONLY | os.O_APPEND)
             if number > 2 and is_read and stat.S_ISREG(os.fstat(number).st_mode):
-                places[os.dup(number)] = os.lseek(number, 0, os.SEEK_CUR)
-    return places
+                yield number
 
 
 @contextlib.contextmanager

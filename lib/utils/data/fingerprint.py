@@ -31,15 +31,16 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: distributed.
     facts: dict[str, Any] = {"classes": _class_names(splits["train"]), "sampler digest": "none"}
     seeding.seed(seeding.SAMPLER)
     facts["order digest"] = _digest([plan.order(99, 0, 0), torch.initial_seed()], "")  # of plan.py and seeding.py
+    facts["steps digest"] = _digest([plan.Plan(10**9, 32, 8).steps, str(plan.Plan(99, 32, 9).cut(3))], "")
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         names, of_train = (_class_names(one, wrapped=True) for one in (part, splits["train"]))
         if of_train and names != of_train[: len(names)]:  # the same number would be another class
             fault = f"the classes of {name} are {names!s:.80}, and those of train {of_train!s:.80}"
             raise UsageError(f"-dataset {args.dataset}: {fault}: number them alike, or set {name}.classes")
-        own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(2, workers))
+        own, listing = option(part, "fingerprint"), option(part, "listing")  # of all its files' names and classes
+        read = functools.partial(_digest_of_three, part, args, min(2, workers))
         digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
-        listing = option(part, "listing")  # a number for the names and classes of all its files
         order = fetch.draw_order(part, args.seed, 0) if name == "train" and args.shuffle else None
         count = len(part if order is None else order)
         if order is not None:

@@ -66,7 +66,7 @@ def read(file: str | Path, use: Callable[[Image.Image], Any], data: bytes | None
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
             why = "of no kind that is known" if isinstance(error, UnidentifiedImageError) else error
-            raise UsageError(f"{file}: not a readable image ({why}); fix it, or train with -skip_bad_files") from None
+            raise UsageError(f"{file}: not a readable image ({why}): fix it; a new run can -skip_bad_files") from None
         raise
 
 

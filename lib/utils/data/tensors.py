@@ -1,5 +1,6 @@
 """Data in memory, fetched by whole batches; functions over all tensors of a batch."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch.utils.data import TensorDataset
 
 
 class Tensors(TensorDataset):
-    """torch's TensorDataset, fetched by whole batches."""
+    """torch's TensorDataset, fetched by whole batches. `listing`: checksums, of 256 MB of each at most."""
 
     def __init__(self, *tensors: Tensor, on_device: Callable | None = None, classes: Sequence[str] | None = None):
         super().__init__(*tensors)
         self.on_device, self.classes = on_device, classes
+        few = [one.data[:: one.nbytes // 2**28 + 1].cpu() for one in tensors if one.layout is torch.strided]
+        values = [one.resolve_conj().contiguous().view(torch.uint8).numpy() for one in few]
+        self.listing = str([zlib.crc32(one.data) for one in values])
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Return the batch of these rows: a tuple of tensors (len(indices), ...)."""

@@ -100,6 +100,8 @@ def test_the_folder_of_another_user_is_refused_unless_out_is_made_for_a_group(co
     other.mkdir()
     (other / "few_norm_net").symlink_to(copy)
     run(other, f"{SMALL} -cpu 2")  # a link of my own, as to a larger disk
+    run(other, f"{SMALL} -cpu 2 -reset")
+    assert [*(copy.parent / ".old").iterdir()], "on that disk"
     os.lchown(other / "few_norm_net", 12345, -1)
     assert "belongs to user 12345" in refused(f"{SMALL} -cpu 2", out=other)
 

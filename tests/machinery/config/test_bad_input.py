@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from command_line import shared
+from command_line import shared, usage_error
 
 from lib import config
 from lib.config import plugins
+from scripts import check_flags
 
 NUMBERS = {name: action for name, action in shared().items() if action.metavar in ("N", "X")}
 NO_NUMBERS = ["", " 1", "1 2", "\u0661", *"nan inf -inf 1e400 1_0 x 1,5 0x10 -1 --1".split()]
@@ -25,6 +26,12 @@ BAD_TEXTS = {  # flag: values, and what is said of each
     "save_every": (INTERVALS, "is not an interval like 10minutes"),
     **dict.fromkeys(("out", "data", "resume", "weights"), ([os.fsdecode(b"/nowhere/\xff")], TEXT)),
 }
+
+
+def test_a_shared_flag_that_config_yaml_gives_back_as_another_value_is_refused():
+    args = config.parse_args(["-arch", "mlp"])
+    vars(args)["clip_grad"] = None  # as of a type that has a word for it
+    assert "-clip_grad is None, and 0.0 when config.yaml is read again" in usage_error(check_flags.check, args)
 
 
 @pytest.mark.parametrize("kind", ["arch", "dataset", "trainer"])

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Subset, default_collate, get_worker_
 
 from lib.trainer import trainer
 from lib.utils.checkpoint import resume
-from lib.utils.data import fingerprint
+from lib.utils.data import fingerprint, plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
@@ -98,6 +98,14 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
         assert describe(Subset(joined, [0, 1]))["classes"] == wanted
     assert "different classes" in usage_error(describe, ConcatDataset([Items([1], classes=c) for c in ("ab", "ba")]))
     assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == [], "a method is none"
+
+
+def test_each_row_in_memory_and_how_an_epoch_is_cut_are_known_again(monkeypatch):
+    data, other = ((ROWS[:, None], (row == ROWS).to(torch.bool)) for row in (3, 4))
+    assert changed(Tensors(*data), Tensors(*other)) == ["train files digest"] and not changed(*[Tensors(*data)] * 2)
+    before = describe(Tensors(*data))["steps digest"]
+    monkeypatch.setattr(plan.Plan, "steps", property(lambda self: min(10, -(-self.samples // self.batch))))
+    assert describe(Tensors(*data))["steps digest"] != before
 
 
 def test_the_names_and_classes_of_all_files_count_next_to_three_samples():

@@ -127,7 +127,7 @@ fetch.Fetcher(torch.zeros(2), 0, workers=1, pin=False)
 """
 
 
-@pytest.mark.parametrize("place", ["torch.set_num_threads", "fetch.inherited_places"])
+@pytest.mark.parametrize("place", ["torch.set_num_threads", "fetch.files_to_read"])
 def test_a_worker_whose_parent_is_killed_while_it_starts_ends(place):
     command = [sys.executable, "-c", KILLED_AS_ITS_WORKER_STARTS.replace("PLACE", place)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == -9, "else pipes stay open"

@@ -134,7 +134,7 @@ def test_an_error_of_sbatch_is_reported_in_one_line(project, monkeypatch, capsys
     assert train.main(["-slurm", "-slurm_partition", "gpus", "-out", str(project / "out")]) == 2
     assert capsys.readouterr().err == f"train.py: -slurm: sbatch refused the job: {error}\n"
     assert "-gpus 0 with -slurm: Slurm says which GPUs" in error_of("-slurm -gpus 0")
-    assert "-restarts: torchrun has --max-restarts, and Slurm requeues" in error_of("-slurm -restarts 2")
+    assert "-restarts is for one machine: scripts/elastic.sh restarts under" in error_of("-slurm -restarts 2")
 
 
 def test_a_job_folder_is_private_if_baton_creates_it(project, monkeypatch):

@@ -160,6 +160,8 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, uninterrupt
 
 def test_children_are_forked_where_there_are_neither_gpus_nor_threads_of_a_plugin(monkeypatch):
     assert local.fork_is_safe()
+    with Path(__file__).open():
+        assert not local.fork_is_safe()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pool.submit(time.sleep, 0).result()
         assert not local.fork_is_safe()

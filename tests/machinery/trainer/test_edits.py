@@ -14,11 +14,13 @@ import typing
 import numpy as np
 import pytest
 import torch
+from items import Items
 from runs import distance, lines, norm_net, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import Subset
 from torchvision.transforms import v2
 from truth import same_bits_everywhere
 
@@ -340,6 +342,30 @@ def on_evaluation(self, split, figures):
         assert [len([*check_plugins.faults(one, True, False, known)]) for one in sources] == [*wanted, *[0] * 12]
     for text in ("__getitem__(self): self.n += 1", "__call__(self): self.f()\ndef f(self): self.n = self.n + 1"):
         assert check_plugins.counters(f"def {text}") == {"n"}
+
+
+class Drawn(Items):
+    """Samples that are drawn at random, with other classes than are listed."""
+
+    def __getitem__(self, index):
+        return self.items[index][0] + torch.rand(64) * self.noise, 3 - self.items[index][1]
+
+
+BY_BATCHES = {"__getitems__": lambda self, indices: [self.items[index] for index in indices]}  # not of its samples
+
+
+def test_samples_that_training_gets_otherwise_than_their_dataset_gives_them_are_named(tmp_path):
+    given = {"items": [(torch.full((64,), row / 9), row % 4) for row in range(40)], "labels": torch.arange(40) % 4}
+    noise = lambda batch, draws: (batch[0] + float(np.random.default_rng().random()), batch[1])  # noqa: E731
+    logs = []
+    batches = type("Batches", (Drawn,), BY_BATCHES)(**given, noise=0, on_device=noise)
+    for one, flags in ((batches, ""), (Drawn(**given, noise=1), "-balance")):
+        few = {"train": Subset(one, range(30)), "val": Subset(one, range(30, 40))}
+        with plugins(dataset={"rows": lambda args, few=few: few}):
+            logs.append(log_of(edited(tmp_path, f"-dataset rows -cpu 1 {flags} -model {type(one).__name__}")))
+    texts = ["Batches by __getitems__, which gives others than __", "gives others each time", "val is a part of the"]
+    texts += ["-balance goes by the dataset's list: there sample 0 has the class 0, and itself it has 3"]
+    assert [[said.count(text) for text in texts] for said in logs] == [[2, 2, 0, 0], [0, 0, 1, 1]]
 
 
 def test_what_a_pass_takes_from_the_one_before_is_found():
@@ -679,7 +705,9 @@ class Keeps(trainer.Trainer):
         self.batches_of = (number for number in range(10**6))
         self.teacher, self.head, self.average = copy.deepcopy(self.model), self.model[-1], Average(self.model)
         self.optimizer, self.of_base["phase"] = Lookahead(self.optimizer), id(self.phase)  # as if made in trainer.py
-        vars(self.loaders["train"].dataset).update(shares=[0.5] * 5000, parts={"p": 0.5}, level=None)
+        vars(self.loaders["train"].dataset).update(
+            shares=[0.5] * 5000, parts={"p": 0.5}, bank=[torch.ones(2)], level=None
+        )
         self.steady = {"scale": torch.ones(2), "names": ["a", "b"], "function": torch.relu, "lambda": lambda: 1}
 
     def training_step(self, batch):
@@ -699,6 +727,7 @@ class Keeps(trainer.Trainer):
         self.schedule["start"], self.ended = self.schedule["start"] / 2, self.state.step // self.total_steps
         data, lib.arch.level = self.loaders["train"].dataset, self.state.step
         data.level, data.shares[0], data.parts["p"] = {self.state.step}, self.state.step, self.state.step
+        data.bank[0] += 1
         of_subset = self.loaders["train"].dataset.dataset  # by -overfit
         of_subset.transform, of_subset.sampler = lambda image, step=self.state.step: image, [self.state.step]
 
@@ -706,7 +735,8 @@ class Keeps(trainer.Trainer):
 KEPT = [
     f"trainer.{name}" for name in "arrays average batches_of draws ended history last phase running schedule".split()
 ]
-UNSEEN, OWN = "(unseen by loaders: see set_epoch)", ("level", "parts of 1", "sampler", "shares of 5000", "transform")
+UNSEEN = "(unseen by loaders: see set_epoch)"
+OWN = "bank of 1", "level", "parts of 1", "sampler", "shares of 5000", "transform"
 OF_SAMPLES = [f"the {split} samples' {name} {UNSEEN}" for split in ("train", "val") for name in OWN]
 COUNTS = [f"{__name__}.{name}" for name in "COUNTED Everywhere.calls Everywhere.optimizer_step Helper.level".split()]
 EVERYWHERE = ["1.weight.calls", "helpers.calls", "lib.core.optimizer.HISTORY", *COUNTS]
@@ -797,6 +827,7 @@ MOVES = with_change(  # moves a buffer by the rank's number
     lambda self: self.model.register_buffer("place", torch.zeros(())),
     overriding(on_epoch_end=lambda self: self.model.place.add_(self.world.rank)),
 )
+COUNTS_RANKS = acting("after_step", lambda self: setattr(self.state, "samples", self.world.rank))
 PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at step 4 all were the same"
 
 
@@ -807,6 +838,7 @@ PARTED = "copies of model.1.weight differ: rank 1, 2 and rank 0.* at step 8; at 
         (DRAWS, "-cpu 2 -parallel fsdp", "DTensor random operators"),
         (KEEPS_CENTER, "-cpu 2 -deterministic no", "copies of trainer.kept.0 differ: .* at the start: of the"),
         (CALIBRATES, "-cpu 2", "copies of model.5.bias differ"),
+        (COUNTS_RANKS, "-cpu 2", "copies of self.state differ"),
         (MOVES, "-cpu 2", "copies of model.place differ"),
         (PARTS, "-cpu 3", PARTED),
         (PARTS, "-cpu 3 -deterministic no", PARTED),
@@ -851,6 +883,7 @@ NO_SYNC = overriding(training_step=lambda self, b: self.model.no_sync()(trainer.
 PartCall = overriding(training_step=lambda self, batch: self.loss(state.unwrap(self.model)[:](batch[0]), batch[1]))
 EXCHANGES = acting("evaluation_step", lambda *_: torch.distributed.all_reduce(torch.ones(2)))
 OTHER_LOADER = overriding(on_epoch_end=lambda self: self.loaders.update(val=copy.copy(self.loaders["val"])))
+PENALTY = lambda self, *parts: [trainer.Trainer.backward(self, *parts), self.model[1].weight.sum().backward()]  # noqa: E731
 TWICE = overriding(backward=lambda self, *parts: [trainer.Trainer.backward(self, *parts) for _ in range(2)])
 LOGS = overriding(evaluation_step=lambda self, *_: self.log_scalar("sure", 1.0))
 RENAMES = overriding(after_step=lambda self: self.log_scalar("lr", 3.0))
@@ -864,6 +897,7 @@ RETURNING = [overriding(training_step=lambda *_, loss=loss: loss) for loss in LO
 NEEDED = ("metrics", "config", "engine", "stop", "is_loaded", "log")  # names of the trainer's own attributes
 REPLACING = {name: with_change(lambda self, name=name: setattr(self, name, {"seen": 0})) for name in NEEDED}
 ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=object()))
+LATE_RATE = acting("after_step", lambda self: self.optimizer.param_groups[0].update(lr=1.0))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 FIGURES = {  # what evaluation_step returns: what is said
     lambda self, model, batch, count: {"sure": model(batch[0]).mean()}: "'sure' of a batch of 6 samples is tensor(",
@@ -887,6 +921,8 @@ REFUSED = [  # flags and what is said
     (LATE, "-cpu 1", "trainer.teacher was made or replaced after the start"),
     (OTHER_LOADER, "-cpu 1", "the loader of val was made or replaced after the start"),
     (TWICE, "-cpu 2", "two backward passes of one micro-batch: add up its losses"),
+    (overriding(backward=PENALTY), "-cpu 2 -micro_batch 8", "a backward pass of another loss has set gradients"),
+    (LATE_RATE, "-cpu 1", "something set the learning rate to"),
     (LISTED, "-cpu 1", "self.optimizer is a list, no torch.optim.Optimizer"),
     (OwnStep, "-cpu 1 -fp16", "-fp16: optimizer_step must call clip_gradients()"),
     (NO_SYNC, "-cpu 2 -deterministic no", "training_step calls the model within no_sync()"),

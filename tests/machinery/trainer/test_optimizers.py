@@ -80,6 +80,9 @@ def test_an_optimizer_of_a_fork_gets_the_flags_that_it_can_take(monkeypatch):
     monkeypatch.setitem(optimizer.BY_NAME, "mine", lambda groups, lr: torch.optim.Rprop(groups, lr=lr))
     [made] = optimizer.get_optimizers(nn.Linear(2, 2), nn.Identity(), config.parse_args(["-optimizer", "mine"]))
     assert type(made) is torch.optim.Rprop
+    monkeypatch.setitem(optimizer.BY_NAME, "own", type("Own", (torch.optim.SGD,), {}))
+    args = config.parse_args("-optimizer own -momentum 0.3".split())
+    assert optimizer.get_optimizers(nn.Linear(2, 2), nn.Identity(), args)[0].defaults["momentum"] == 0.3
 
 
 def test_an_option_that_is_allowed_to_change_takes_effect(tmp_path):

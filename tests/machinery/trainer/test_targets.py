@@ -38,6 +38,13 @@ def test_a_label_out_of_range_or_a_row_of_no_probabilities_in_any_batch_is_one_l
         assert re.search(ROW if isinstance(bad, list) else RANGE.format(bad), refused(FLAGS))
 
 
+def test_a_batch_with_a_label_and_a_target_is_refused_and_an_edit_of_the_table_of_losses_holds(monkeypatch):
+    batch = {"input": ROWS, "label": LABELS, "target": LABELS}
+    assert "a batch has a label and a target" in usage_error(losses.forward, nn.Linear(64, 4), batch, criterion())
+    monkeypatch.setitem(losses.BY_NAME, "cross_entropy", nn.CrossEntropyLoss)
+    assert type(criterion()) is nn.CrossEntropyLoss and criterion("-ignore_index 3").ignore_index == 3
+
+
 @pytest.mark.parametrize("lengths", [(5, 4), (4, 5)])
 def test_a_batch_as_long_as_there_are_classes_does_not_change_where_they_are(lengths):
     """Of four classes; sequences that are padded to the longest in their batch."""

@@ -1,0 +1,114 @@
+"""Reads a few samples at a start, for what a dataset's file has another effect on than its author expects.
+
+What it reads comes from the run's own loaders, as an epoch 0 has it. Nothing of it may change a training's bits.
+"""
+
+import contextlib
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from lib.core import loss
+from lib.utils import seeding
+from lib.utils.data import fetch, fingerprint
+from lib.utils.data.fetch import option
+from lib.utils.data.loader import Loader
+from lib.utils.data.plan import MicroBatch
+from lib.utils.data.tensors import named_tensors, to_device
+from lib.utils.data.transforms import Pixels
+
+log = logging.getLogger(__name__)
+DIFFERS = "what %s gives differs each time it is read: no resume is exact (own generators?)"
+BATCHES = "training reads %s by __getitems__, which gives others than __getitem__"
+DRAWN = "%s is a part of the training samples, and drawn at random like them (augmented?)"
+ON_DEVICE = "on_device of %s gives others each time: let it draw by torch, or take `draws`"
+LABELS = "%s goes by the dataset's list: there sample %d has the class %s, and itself it has %s"
+
+
+def warn(trainer: Any) -> None:
+    """Warn of samples that training does not get as their dataset gives them, or that their author may not expect."""
+    for split, loader in trainer.loaders.items():
+        if trainer.plan.data[f"{split} digest"] != fingerprint.NEVER_THE_SAME:  # which the start has named
+            for check in (warn_of_batches, warn_of_draws, warn_of_device, warn_of_labels):
+                with contextlib.suppress(Exception):  # of a user's code, which is called as training does not call it
+                    check(trainer, split, loader)
+
+
+def read(loader: Loader, rows: list[int], draw: int = 0) -> Any:
+    """Return a batch of these rows, of epoch 0, as the loader's processes read it; `draw`: its random numbers."""
+    indices = [row + draw * len(loader.dataset) for row in rows]
+    one = MicroBatch(0, 0, indices, len(rows), len(rows), 1, first=True, last=True)
+    return next(loader.fetcher(0, [one]))[1]
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether two batches have the same numbers, of any type, up to rounding."""
+    parts, others = (dict(named_tensors(batch)) for batch in (one, other))
+    both = [(part.to(torch.complex128), others[name].to(torch.complex128)) for name, part in parts.items()]
+    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in both)
+
+
+def warn_of_batches(trainer: Any, split: str, loader: Loader) -> None:
+    """Compare the two ways of a dataset that gives batches; not if its single samples are drawn."""
+    dataset, collate_fn = loader.dataset, option(loader.dataset, "collate_fn")
+    if loader.workers or not fetch.gives_batches(dataset):
+        return
+    found = []
+    for seed, get in ((0, lambda: [dataset[0]]), (1, lambda: [dataset[0]]), (0, lambda: dataset.__getitems__([0]))):
+        seeding.seed(seeding.SAMPLE, seed, 0, 0)
+        found.append(get())
+    if collate_fn and not isinstance(found[-1], list):  # then single samples are read
+        return
+    item, again, batch = ((collate_fn or default_collate)(one) if isinstance(one, list) else one for one in found)
+    if are_alike(item, again) and not are_alike(item, batch):
+        log.warning(BATCHES, type(fetch.nested(dataset, wrapped=False)[-1]).__name__)
+
+
+def warn_of_draws(trainer: Any, split: str, loader: Loader) -> None:
+    """Read a sample again if nothing has yet, and with other draws if a validation set is cut from the training's."""
+    of_train = {id(one) for one in fetch.nested(trainer.loaders["train"].dataset, wrapped=False)}
+    is_shared = any(id(one) in of_train for one in fetch.nested(loader.dataset, wrapped=False))
+    is_unread = isinstance(option(loader.dataset, "fingerprint"), str | int)  # the start took its word for it
+    if is_unread and not are_alike(read(loader, [0]), read(loader, [0])):
+        log.warning(DIFFERS, split)
+        return
+    is_cut = split != "train" and is_shared and not trainer.args.overfit
+    if is_cut and not are_alike(read(loader, [0]), read(loader, [0], draw=1)):
+        log.warning(DRAWN, split)
+
+
+def warn_of_device(trainer: Any, split: str, loader: Loader) -> None:
+    """Let `on_device` change one batch twice, under the same seed."""
+    on_device, device = option(loader.dataset, "on_device"), loader.world.device
+    if on_device is None or isinstance(on_device, Pixels) or not (device.type == "cpu" or trainer.args.deterministic):
+        return
+    rows, found = [*range(len(loader.plan.cut(0)[0]))], []
+    batch, draws = read(loader, rows), seeding.uniform(loader.seed, 0, rows)
+    loader.fetcher.fetch.set_epoch(0)
+    for _ in range(2):
+        seeding.seed(loader.stream, loader.seed, 0, 0, 1, device=device)
+        found.append(on_device(to_device(copy.deepcopy(batch), device), to_device(draws.clone(), device)))
+    if not are_alike(*found):
+        log.warning(ON_DEVICE, split)
+
+
+def warn_of_labels(trainer: Any, split: str, loader: Loader) -> None:
+    """Compare the classes that -balance and -class_weights balanced count with the targets of three samples."""
+    args, on_device = trainer.args, option(loader.dataset, "on_device")
+    is_counted = args.balance or args.class_weights == "balanced"
+    if split != "train" or not is_counted or not isinstance(on_device, Pixels | None):
+        return
+    from scripts import sampling  # not in each project
+
+    flag = "-balance" if args.balance else "-class_weights balanced"
+    listed = sampling.class_numbers(loader.dataset, flag).tolist()
+    for row in (0, len(listed) // 2, len(listed) - 1):
+        targets = [loss.split_batch(read(loader, [row], draw))[1] for draw in (0, 1)]  # which noise may change
+        given = [one.tolist() for one in targets if isinstance(one, Tensor) and not one.is_floating_point()]
+        if given and all(len(one) == 1 and one[0] != listed[row] for one in given):
+            log.warning(LABELS, flag, row, listed[row], given[0][0])
+            return
