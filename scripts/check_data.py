@@ -13,14 +13,14 @@ import yaml
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
-from lib.config import plugins
 from lib.utils import distributed, files, runtime, signals, watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
-from lib.utils.data import fetch, loader
+from lib.utils.data import fetch
 from lib.utils.data.fetch import MapDataset, stop_signals_blocked
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
+from scripts import model_input
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -33,11 +33,7 @@ Faults = dict[str, tuple[int, str]]  # by a sample's name: the number of the dis
 def check(args: "Args") -> int:
     """Print a line for each sample that cannot be read. Returns the exit code."""
     with signals.exit_on_signal():
-        splits = loader.splits(
-            plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args),
-            args.dataset,
-            args.overfit,
-        )
+        splits = model_input.find_splits(args, args.overfit)
         faults = find_faults(splits, World(), args.seed)
     for _, text in faults.values():
         print(printable(text))

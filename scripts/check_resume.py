@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lib import launch
+from lib.config import plugins
 from lib.launch import local
+from lib.utils import seeding
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
@@ -320,6 +322,15 @@ class Start:
         return "\n".join(lines).removeprefix("train.py: ")
 
 
+def _import_again(args: "Args") -> None:
+    """Execute the file of -dataset again, if it can be: what it draws without a seed is another in each command."""
+    module = sys.modules.get(f"lib.dataset.{args.dataset}")
+    if getattr(module, "__file__", None):
+        seeding.seed(seeding.IMPORT, [*plugins.BUILDERS].index("dataset"))
+        with contextlib.suppress(Exception):  # it may register something, which is there by now
+            importlib.reload(module)
+
+
 def _run_in_session(args: "Args", target: str, log: str) -> None:
     """The target of a Start's process."""
     os.setsid()
@@ -330,6 +341,7 @@ def _run_in_session(args: "Args", target: str, log: str) -> None:
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     try:
+        _import_again(args)
         code = local.start(args, target)
     except UsageError as error:
         code = local.report_usage_error(error)

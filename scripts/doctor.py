@@ -34,7 +34,7 @@ try:
     from lib.utils.data import fetch, fingerprint, loader
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError, load_optional, no_exit, printable
-    from scripts import agent, check_data, reading
+    from scripts import agent, check_data, model_input, reading
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
 
@@ -165,9 +165,7 @@ def data(args) -> Findings:
 
     Samples that are files are all opened.
     """
-    splits = loader.splits(
-        plugins.mixed(plugins.load("dataset", args.dataset), args.data).get_dataset(args), args.dataset, args.overfit
-    )
+    splits = model_input.find_splits(args, args.overfit)
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
     chosen, slash, _ = (args.best or "").partition("/")  # val_x of val_x/f1; which metrics there are, a run knows
     sets = [name for name in splits if name.startswith("val")]

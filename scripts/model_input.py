@@ -18,6 +18,7 @@ from torch import nn
 from lib import config
 from lib.config import plugins
 from lib.core import loss
+from lib.utils import seeding
 from lib.utils.checkpoint import weights
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data import loader
@@ -111,8 +112,14 @@ def note_on_trainer(args: Namespace) -> str:
 
 def training_samples(args: Namespace) -> Any:
     """Return the training samples of a run. Raises UsageError or OSError, as for data that is not there."""
+    return find_splits(args)["train"]
+
+
+def find_splits(args: Namespace, overfit: int | None = None) -> dict[str, Any]:
+    """Return the splits of -dataset as train.py gets them. Raises UsageError as `loader.splits` does."""
     dataset = plugins.mixed(plugins.load("dataset", args.dataset), args.data)
-    return loader.splits(dataset.get_dataset(args), args.dataset)["train"]
+    seeding.seed(seeding.MODEL, args.seed)
+    return loader.splits(dataset.get_dataset(args), args.dataset, overfit)
 
 
 def first_inputs(model: nn.Module, samples: Any, args: Namespace) -> Any:

@@ -36,10 +36,10 @@ from lib.core import loss as losses
 from lib.dataset import folder
 from lib.utils import files, seeding
 from lib.utils.checkpoint import atomic
-from lib.utils.data import fetch, fingerprint, loader, photos
+from lib.utils.data import fetch, fingerprint, photos
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError, printable
-from scripts import tar_index
+from scripts import model_input, tar_index
 
 RECORD, SPLITS = "pack.json", ("train", "val", "test")
 Files = dict[str, bytes]  # of a sample, by their endings
@@ -224,7 +224,7 @@ def open_dataset(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     dataset = plugins.load("dataset", flags.dataset)
     if plugins.mixed(dataset, flags.data) is not dataset:
         raise UsageError(f"-data {flags.data}: shards have no shares: pack each folder by itself, and mix the shards")
-    parts = loader.splits(dataset.get_dataset(flags), flags.dataset)
+    parts = model_input.find_splits(flags)
     if odd := parts.keys() - {*SPLITS}:
         raise UsageError(f"-dataset {args.dataset} has {', '.join(sorted(odd))}: shards are of {', '.join(SPLITS)}")
     if any(fetch.lists(part, "weights") or fetch.option(part, "sampler") is not None for part in parts.values()):

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.config import plugins
@@ -201,7 +200,7 @@ def check_device(name: str):
 
 
 def is_image(one: Path | str) -> bool:
-    return isinstance(one, Path) and one.suffix.lower() in IMG_EXTENSIONS
+    return isinstance(one, Path) and one.suffix.lower() in photos.IMG_EXTENSIONS
 
 
 def files(given: list[Path]) -> Iterator[Path]:
@@ -271,7 +270,9 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
         return tensor_of(transform(text))
     except (AttributeError, TypeError) as error:
         if isinstance(one, Path) and not is_image(one):
-            known = f"a file {one.suffix or 'without an ending'} is not read (read are {' '.join(IMG_EXTENSIONS)})"
+            known = (
+                f"a file {one.suffix or 'without an ending'} is not read (read are {' '.join(photos.IMG_EXTENSIONS)})"
+            )
             raise UsageError(f"{known}: get_transform takes no text ({type(error).__name__}: {error})") from None
         kind = "images" if is_image(one) else "texts"
         raise UsageError(f"the dataset of this run takes no {kind} ({error})") from None
