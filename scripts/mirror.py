@@ -116,7 +116,7 @@ class Place:
         except (ImportError, ValueError) as error:
             raise UsageError(f"-mirror {url}: {error}") from None
         self.root = f"{str(root).rstrip('/')}/{name}"
-        self.has_folders = protocol not in NO_FOLDERS
+        self.has_folders, self.is_disk = protocol not in NO_FOLDERS, protocol in ("file", "local")
         self.removable: set[str] = set()  # what this process wrote, or what is older than its claim
         self.damaged: set[str] = set()  # objects that could not be fetched
 
@@ -149,9 +149,19 @@ class Place:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def read_owner(self) -> dict:
+        """Return whose place this is, {} if nobody's. If owner.json is lost, the newest manifest says so, too."""
+        if owner := self.read("owner.json"):
+            return owner
+        manifests = sorted(filter(MANIFEST.fullmatch, self.sizes()), reverse=True)
+        return next((found for name in manifests if (found := self.read(name)).get("run")), {})
+
     def write(self, name: str, value: dict) -> None:
-        """Write a JSON object."""
-        self.retry(lambda: self.fs.pipe_file(f"{self.root}/{name}", json.dumps(value).encode()))
+        """Write a JSON object. On a disk that is full the one before stays."""
+        if self.is_disk:
+            self.retry(lambda: atomic.write_file(Path(self.root) / name, json.dumps(value)))
+        else:
+            self.retry(lambda: self.fs.pipe_file(f"{self.root}/{name}", json.dumps(value).encode()))
 
     def claim(self, run: str, **facts: str | None) -> None:
         """Write whose place this is."""
@@ -567,7 +577,7 @@ class Parent:
 def prepare(place: Place, folder: Path, order: dict) -> dict:
     """Do what a run's start needs: return the run's id and lines for the log, or why it cannot go on."""
     try:
-        owner, above = place.read("owner.json"), max(one["number"] for one in order["known"])
+        owner, above = place.read_owner(), max(one["number"] for one in order["known"])
         if order["reset"] and owner and owner.get("launch") != order["launch"]:  # this launch has not reset it yet
             return {"run": secrets.token_hex(16), "lines": []}
         run = choose_run(place, owner, order["known"])
@@ -759,7 +769,7 @@ def copy_once(url: str, folder: Path) -> str:
         raise UsageError(f"{folder} is no run's folder")
     with lock(folder, wait=False):
         place = Place(url, name_of(folder))
-        follower = Follower(folder, place, choose_run(place, place.read("owner.json"), [local_facts(folder)]))
+        follower = Follower(folder, place, choose_run(place, place.read_owner(), [local_facts(folder)]))
         follower.report()
         follower.sync_all()
     return f"{folder} is at {place.url}"
@@ -770,7 +780,7 @@ def fetch_once(url: str, folder: Path) -> str:
     place, here = Place(url, name_of(folder)), local_facts(folder)
     if reading.is_locked(folder):
         raise UsageError(f"{folder} is in use by a run")
-    if not (owner := place.read("owner.json")):
+    if not (owner := place.read_owner()):
         raise UsageError(f"{place.url} has no run: URL is what -mirror was, without the run's name")
     run = choose_run(place, owner, [here])
     lines = fetch(place, folder, run, above=here["number"])

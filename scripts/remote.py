@@ -7,6 +7,7 @@ import bisect
 import contextlib
 import errno
 import functools
+import glob
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from lib.utils import files
 from lib.utils.errors import UsageError
 from scripts import shard_cache
 
+WAIT_S = 20  # for an answer of a web server, and for more of it; aiohttp's 5 minutes are for whole files
 AT_ONCE = 8  # shards of which an index is made
 BLOCK = 4 << 20  # bytes of a request then: a shard is read as a whole, since its headers lie between the images
 GAP, MOST = 1 << 16, 1 << 23  # samples so near to each other are one request, of so many bytes at most
@@ -38,7 +40,7 @@ class Storage:
             raise UsageError(f"-data {url}: {error}") from None
 
     def glob(self, folder: str, pattern: str) -> list[str]:
-        found = files.retry(lambda: call(self.fs.glob, f"{folder.rstrip('/')}/{pattern}"))
+        found = files.retry(lambda: call(self.fs.glob, f"{glob.escape(folder.rstrip('/'))}/{pattern}"))
         return [self.fs.unstrip_protocol(file) for file in found]
 
     def version(self, file: str) -> tuple:
@@ -72,7 +74,14 @@ def file_system(url: str, process: int) -> fsspec.AbstractFileSystem:
     Those of the process that forked this one are kept here: as they go, they close its connections, which takes
     them out of the epoll instance that both processes share, and it would wait for ever.
     """
-    return fsspec.core.url_to_fs(url)[0]
+    options = {}
+    if url.startswith("http"):
+        import aiohttp
+
+        given = fsspec.config.conf.get(url.partition(":")[0], {}).get("client_kwargs", {})
+        timeout = aiohttp.ClientTimeout(sock_connect=WAIT_S, sock_read=WAIT_S)
+        options["client_kwargs"] = {"timeout": timeout, **given}
+    return fsspec.core.url_to_fs(url, **options)[0]
 
 
 def read(ranges: list[tuple[str, int, int]]) -> list[bytes]:
@@ -92,7 +101,11 @@ def fetch(ranges: list[tuple[str, int, int]]) -> list[bytes]:
     shards, begins, sizes = (list(column) for column in zip(*ranges))
     ends = [begin + size for begin, size in zip(begins, sizes)]
     merged = merge_offset_ranges(shards, begins, ends, max_gap=GAP, max_block=MOST)
-    answers = files.retry(lambda: call(fs.cat_ranges, *merged, on_error="raise"))
+    try:
+        answers = files.retry(lambda: call(fs.cat_ranges, *merged, on_error="raise"))
+    except OSError as error:
+        number = error.errno or errno.ENOENT
+        raise OSError(number, error.strerror or os.strerror(number), ", ".join(sorted({*shards}))) from error
     blocks = sorted((shard, begin, data) for shard, begin, _, data in zip(*merged, answers))
     for shard, begin, end, data in zip(*merged, answers):
         wanted = (end or 0) - begin

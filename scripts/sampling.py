@@ -135,6 +135,7 @@ class Mixture(ConcatDataset):
             raise UsageError(f"the shares of a mixture are {dict(shares)}: give numbers from 0, one of them above 0")
         super().__init__(parts.values())
         self.names = [*parts]
+        self.log_lines = [line for part in parts.values() for line in option(part, "log_lines", ())]
         for name in SAME:
             values = [option(part, name) for part in parts.values()]
             same = [[*map(str, value)] if isinstance(value, Sequence) else value for value in values]

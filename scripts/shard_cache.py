@@ -42,10 +42,11 @@ def start(root: Path, limit_gb: float, splits: dict[str, tuple[str, list[str]]])
 
 
 def read(shard: str, offset: int, size: int) -> bytes:
-    """Return the bytes at a place of a shard's copy, b"" if it is not there."""
+    """Return the bytes at a place of a shard's copy, b"" if they are not there."""
     try:
         with open(copies[shard], "rb", buffering=0) as file:  # noqa: PTH123
-            return os.pread(file.fileno(), size, offset)
+            data = os.pread(file.fileno(), size, offset)
+            return data if len(data) == size else b""
     except (KeyError, FileNotFoundError):
         return b""
 

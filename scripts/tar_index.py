@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -35,9 +36,10 @@ from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError, load_optional, printable
 from lib.utils.files import is_debris
 
-IMAGES = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")  # torchvision's: -h imports no torch
+IMAGES = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")  # as photos.IMG_EXTENSIONS
 COMPRESSED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 MOST_CLASSES = 1 << 20
+SLOW_S = 10  # until a line says what a start waits for
 QUIET_S = 30  # between two lines of progress where stderr is no terminal
 # Of an index: where the files of a sample lie, with their headers. Without a class, its label is -1.
 ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4")])
@@ -95,7 +97,12 @@ def find_remote(data: str, cache_dir: str | None) -> dict[str, Any]:
     if not cache_dir:
         raise UsageError(f"-data {data}: give a -cache_dir, for the index")
     command = [sys.executable, __file__, data, "-cache_dir", cache_dir, "-json"]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            answer = process.communicate(timeout=SLOW_S)[0]
+        except subprocess.TimeoutExpired:
+            print(f"tar_index.py: reading {data}, for its index", file=sys.stderr)
+            answer = process.communicate()[0]
     found = json.loads(answer or '{"error": "scripts/tar_index.py was ended"}')
     if "error" in found:
         raise UsageError(found["error"])
@@ -124,7 +131,8 @@ def find_index(data: str, cache_dir: str | None, split: str, shards: list[str], 
     about = [*store.map(functools.partial(name_and_version, store=store), shards)]
     root = root_of(data)
     place = (root if is_url(data) else os.path.realpath(root)) if cache_dir else ""  # others may have theirs there
-    text = repr((about, place, "samples, checksum"))  # other rows need another name
+    code = "".join(map(inspect.getsource, (find_samples, choose_samples, name_of_member, kind_of, label_of)))
+    text = repr((about, place, "samples, checksum", IMAGES, code))  # other rows need another name
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = Path(cache_dir or root) / "index" / f"{split}_{key}.npy"
     if not file.exists():  # its folder may be writable for others only
@@ -169,11 +177,25 @@ def open_index(found: dict[str, Any], with_classes: bool = True) -> dict[str, tu
 def count_classes(data: str, cache_dir: str | None) -> int:
     """Return how many classes shards have, by classes.txt or else by all labels. Raises UsageError as `find`."""
     found = find(data, cache_dir)
-    highest = max(int(rows["label"].max()) for rows, _ in open_index(found).values())
+    opened = open_index(found)
+    highest = max(int(rows["label"].max()) for rows, _ in opened.values())
     if 0 < len(found["classes"]) <= highest:
         fault = f"classes.txt names {len(found['classes'])} classes, and a sample has the class number {highest}"
         raise UsageError(f"-data {data}: {fault}, from 0")
+    labels = {split: rows["label"] for split, (rows, _) in opened.items()}
+    known, lowest = int(labels["train"].max()), int(labels["train"].min())
+    for split, one in labels.items() if not found["classes"] else ():
+        if one.max() > known:
+            warn(f"-data {data}: {split} has the class number {one.max()}, and train {lowest} to {known}")
+    if lowest and not found["classes"]:
+        warn(f"-data {data}: train has no class 0: class numbers count from 0")
     return len(found["classes"]) or highest + 1
+
+
+def warn(text: str) -> None:
+    """Print a line, once for all processes of torchrun."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tar_index.py: {text}", file=sys.stderr)
 
 
 def make_index(file: Path, shards: list[str], split: str, data: str, store: Any) -> None:
@@ -199,7 +221,7 @@ def make_index(file: Path, shards: list[str], split: str, data: str, store: Any)
 
 
 def find_shards(data: str, split: str, store: Any) -> list[str]:
-    """Return the shards of a split, sorted: DATA/SPLIT*.tar, or else DATA/SPLIT/*.tar.
+    """Return the shards of a split, sorted: DATA/SPLIT*.tar, or else DATA/SPLIT/*.tar, or of a name as dev or valid.
 
     If DATA is a pattern, they are those of its files that begin with the split's name, or whose folder does if the
     file begins with no split's; train also has all others. Raises UsageError for a compressed one, which has no
@@ -213,6 +235,11 @@ def find_shards(data: str, split: str, store: Any) -> list[str]:
         if compressed := [file for file in found if file.lower().endswith(COMPRESSED)]:
             raise UsageError(f"{compressed[0]}: compressed ({len(compressed)} such files): unpack it to a .tar file")
         if shards := [file for file in found if file.lower().endswith(".tar")]:
+            return shards
+    for pattern, place in (("*.tar", -1), ("*/*.tar", -2)) if split != "train" else ():  # of a name as dev or valid
+        with usage_errors(data):
+            found = sorted(file for file in store.glob(data, pattern) if not is_debris(name_of(file)))
+        if shards := [file for file in found if files.split_of(file.split("/")[place]) == split]:
             return shards
     return []
 
@@ -494,7 +521,7 @@ def read_files(data: bytes, shard: str, label: int) -> tuple[str, Files]:
                 keys.add(named[0])
                 found[named[1]] = data[member.offset_data : member.offset_data + member.size]
     if end != len(data) or len(keys) != 1 or label_of(shard, *keys, found.get("cls")) not in (-1, label):
-        raise UsageError(f"{shard}: changed since its index was written: start the run again")
+        raise UsageError(f"{shard}: changed since its index was written: remove that, and copies of -cache_gb")
     *_, inner, name = f"/{shard}".split("/")
     place = f"{inner}/{name}" if inner in SPLITS else name  # train/0.tar and val/0.tar are two
     found.name = one_line(f"{place}/{keys.pop()}")

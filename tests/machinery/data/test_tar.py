@@ -137,6 +137,17 @@ def test_shards_may_be_named_by_a_pattern(shards, tmp_path):
     assert "train-3.tar: cannot be read" in refusal(f"{shards}/train-{{0..3}}.tar")
 
 
+def test_validation_shards_by_other_names_are_found_and_their_other_classes_are_named(shards, capsys):
+    file = shards / "val" / "0.tar"
+    for name in ("valid/0.tar", "dev-0.tar"):
+        (shards / name).parent.mkdir(exist_ok=True)
+        file = file.rename(shards / name)
+        assert {*dataset(shards)} == {"train", "val"}
+    write(file, {"1.jpg": jpeg(), "1.cls": b"7"})
+    config.parse_args([*FLAGS.split(), "-data", str(shards)])
+    assert "val has the class number 7, and train 0 to 1" in capsys.readouterr().err
+
+
 def changed(shards):
     return {file: file.stat().st_mtime_ns for file in (shards / "index").glob("*.npy")}
 
@@ -158,9 +169,12 @@ def test_the_index_is_made_once_and_again_for_other_shards(shards, tmp_path, mon
     assert len(dataset(shards, "-cache_dir", str(tmp_path / "cache"))["val"]) == 6
 
 
-def test_a_damaged_index_is_named(shards):
+def test_a_damaged_index_is_named_and_other_code_makes_another(shards, monkeypatch):
     dataset(shards)
     [index] = (shards / "index").glob("train_*.npy")
+    with monkeypatch.context() as edit:
+        edit.setattr(tar_index, "label_of", lambda shard, key, text: int(text) % 2)
+        assert dataset(shards)["train"].labels.max() < 2, "other code reads other labels: in another index"
     rows = np.load(index, mmap_mode="r+")
     rows["label"][0] ^= 1
     rows.flush()
