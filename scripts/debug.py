@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lib.utils.checkpoint.resume import Past
+from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.tensors import named_tensors
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     trainer.make_engine()
     if past:
         trainer.load(past)
-    model, first = trainer.model, trainer.state.step
-    _check("the parameter", model.named_parameters())
-    for name, p in model.named_parameters():
+    first, parts = trainer.state.step, find_parts(trainer)
+    named = {**parts.parameters()}.items()
+    _check("the parameter", named)
+    for name, p in named:
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda p, name=name: _check("the gradient of", [(name, p.grad)]))
-    for name, module in model.named_modules():
-        what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
+    modules = [one for part, root in parts.modules.items() for one in unwrap(root).named_modules(prefix=part)]
+    for name, module in modules:
+        what = f"the output of {name.removeprefix('model.')} ({type(module).__name__}), tensor"
         module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, named_tensors(output)))
     begun, steps = trainer.state.step % trainer.plan.steps, trainer.args.limit_steps or DEBUG_STEPS
     batches = _check_batches(trainer.loaders["train"].epoch(trainer.state.epoch, begun))
@@ -42,7 +45,8 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
             loss = (means * counts).sum() / counts.sum().clamp_min(1)
             trainer.read_losses()
             log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss.item(), trainer.state.grad_norm)
-            _check("after a step, the parameter", model.named_parameters())
+            _check(f"the loss of step {trainer.state.step}", [("", loss)])
+            _check("after a step, the parameter", named)
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"
 

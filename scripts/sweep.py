@@ -368,6 +368,11 @@ class Study:
 
     def known_trials(self) -> list[Trial]:
         """Return the trials that were chosen before."""
+        for one in self.study.trials:
+            needed = {name for name in self.plan.spaces if self.plan.has(name, one.params)}
+            if {*one.params} - {*self.plan.spaces} or (one.state.is_finished() and needed - {*one.params}):
+                over = " ".join(f"-{name}" for name in sorted(one.params))
+                raise UsageError(f"the sweep of this name was over {over}: another -model NAME starts a new one")
         return [self.choose(self.optuna.trial.Trial(self.study, one._trial_id)) for one in self.study.trials]
 
     def choose(self, one) -> Trial:
@@ -402,6 +407,7 @@ class Runner:
         self.ended: list[Trial] = []
         self.metric, self.curves = {}, []  # of the finished trials: the metric of "best", and the scores by epoch
         self.stopping = False  # a signal was received
+        self.is_mixed = False  # scores are of several metrics
         self.queue: set[tuple[str, str]] | None = set()  # names and folders of Slurm's jobs; None: it did not answer
         # On Linux trials are forked from a process that has imported torch once.
         self.context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -510,6 +516,10 @@ class Runner:
         if (self.study or self.prune_from) and unscored == [trial]:
             print("no validation scores: Optuna draws at random, and -prune stops nothing", flush=True)
         is_first = trial.best and sum(bool(one.best) for one in self.ended) == 1
+        scored = {one.best["metric"] for one in self.ended if one.best}
+        if len(scored) > 1 and trial.best and not self.is_mixed:
+            self.is_mixed = True
+            print(f"trials go by {' and by '.join(sorted(scored))}: give -best NAME", flush=True)
         if is_first and (note := results.loss_note([trial], self.varied)):
             print(note, flush=True)
 

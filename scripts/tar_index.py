@@ -236,7 +236,7 @@ def find_shards(data: str, split: str, store: Any) -> list[str]:
             raise UsageError(f"{compressed[0]}: compressed ({len(compressed)} such files): unpack it to a .tar file")
         if shards := [file for file in found if file.lower().endswith(".tar")]:
             return shards
-    for pattern, place in (("*.tar", -1), ("*/*.tar", -2)) if split != "train" else ():  # of a name as dev or valid
+    for pattern, place in (("*.tar", -1), ("*/*.tar", -2)) if split != "train" else ():
         with usage_errors(data):
             found = sorted(file for file in store.glob(data, pattern) if not is_debris(name_of(file)))
         if shards := [file for file in found if files.split_of(file.split("/")[place]) == split]:

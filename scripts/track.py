@@ -243,13 +243,19 @@ class Mlflow(Tracked):
     def send(self, lines: list[tuple[int, dict[str, float]]]) -> None:
         """Send figures, by step, and wait until the server has them."""
         now, metric = int(time.time() * 1000), self.mlflow.entities.Metric
-        metrics = [metric(tag, value, now, step) for step, figures in lines for tag, value in figures.items()]
+        given = [(tag, value, step) for step, figures in lines for tag, value in figures.items()]
+        metrics = [metric(allowed(tag), value, now, step) for tag, value, step in given]
         for start in range(0, len(metrics), MOST):
             self.client.log_batch(self.id, metrics=metrics[start : start + MOST], synchronous=True)
 
     def close(self, finished: bool) -> None:
         """End the run."""
         self.client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
+
+
+def allowed(name: str) -> str:
+    """Return a metric's name with what MLflow refuses replaced: it would refuse all others with it."""
+    return re.sub(r"/+", "/", re.sub(r"[^\w\-./: ]", "_", name))[:250]
 
 
 class Kubeflow(Tracked):

@@ -195,9 +195,9 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         hint = f"keep them (-cfg RUN/config.yaml has all), or add {allow}, or start from scratch with {scratch}"
         shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
-    named = (past.manifest["state"]["best"] or {"metric": ""})["metric"].rpartition("/")[0]
+    named = (past.manifest["state"]["best"] or {"metric": ""})["metric"].partition("/")[0]
     digests = [sorted(one for one in data if one.startswith("val") and "digest" in one) for data in (before, now)]
-    chosen = {named} if named else {one[0].partition(" ")[0] for one in digests if one}
+    chosen = {named} if f"{named} samples" in before else {one[0].partition(" ")[0] for one in digests if one}
     if {f"{split} {fact}" for split in chosen for fact in ("digest", "samples")} & texts.keys():
         past.manifest["state"]["best"] = None  # it was measured on other data
     return text

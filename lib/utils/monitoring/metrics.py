@@ -137,27 +137,27 @@ def check_same(figures: dict[str, Any], world: distributed.World) -> None:
 
 
 def new_best(best: dict | None, figures: dict[str, float], metric: str | None, number: int) -> dict | None:
-    """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
+    """Return the new best validation, or None if these figures are not better than `best`, or are not finite.
 
     `number`: of this validation, from 1. `metric` is the one to go by: a name, or NAME:min if less is better, as of
     words in LOWER_IS_BETTER; without one accuracy, or else the loss. Raises UsageError if it is not there.
     """
-    name, _, direction = (metric or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
-    given = ", ".join(figures) or "nothing"
+    usual = "accuracy" if "accuracy" in {*figures, (best or {}).get("metric")} else "loss"
+    name, _, direction = (metric or usual).partition(":")
+    if metric and name not in figures:
+        raise UsageError(f"-best {metric}: the validation gives {', '.join(figures)}{suggest(name, figures)}")
     if name not in figures:
-        if metric:
-            raise UsageError(f"-best {metric}: the validation gives {given}{suggest(name, figures)}")
         if number == 1:
-            log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
+            log.warning("no best weights: the validation gives %s; choose one by -best NAME", ", ".join(figures))
         return None
-    words = {*name.lower().rpartition("/")[2].split("_")}
+    words = {*"".join(one if one.isalnum() else " " for one in name.lower()).split()}
     is_lower = {*LOWER_IS_BETTER.split()} & words and "neg" not in words  # as scikit-learn's scores
     sign = -1 if direction == "min" or (not direction and is_lower) else 1
     if metric and number == 1:
         log.info("best weights: by the %s %s", "highest" if sign > 0 else "lowest", name)
     for figure in (name, "/".join([*name.split("/")[:-1], "loss"])):  # outputs that are NaN have an accuracy, too
-        if math.isnan(figures.get(figure, 0.0)):
-            log.warning("no best weights of this validation: its %s is NaN", figure)
+        if not math.isfinite(figures.get(figure, 0.0)):
+            log.warning("no best weights of this validation: its %s is %s", figure, figures[figure])
             return None
     if best and best["metric"] == name and sign * figures[name] <= sign * best["value"]:
         return None  # by its value: the score of another -best may have the other sign

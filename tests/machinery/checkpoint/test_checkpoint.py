@@ -121,24 +121,24 @@ def test_a_checkpoint_is_not_written_before_the_best_weights_that_it_names(tmp_p
 
 def test_best_is_the_highest_score_and_never_nan(caplog):
     best = None
-    for epoch, loss in enumerate((math.nan, 3.0, 2.0, math.nan, 2.5)):
+    for epoch, loss in enumerate((math.nan, 3.0, 2.0, math.nan, 2.5, -math.inf)):
         best = metrics.new_best(best, {"loss": loss}, None, epoch) or best
     assert (best["value"], best["evaluation"]) == (2.0, 2)
     sets = {"val/loss": math.nan, "val/f1": 0.9, "val_a/loss": 1.0, "val_a/f1": 0.5, "loss": math.nan, "f1": 0.9}
     assert metrics.new_best(None, sets, None, 1) is metrics.new_best(None, sets, "f1", 1) is None
     assert metrics.new_best(None, sets, "val_a/f1", 1)["value"] == 0.5
     assert metrics.new_best(None, {**sets, "val_a/loss": math.nan}, "val_a/f1", 1) is None
-    best = metrics.new_best(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
+    best = metrics.new_best(best, same := {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
     assert (best["metric"], best["value"]) == ("accuracy", 0.1)
-    assert metrics.new_best(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None
-    for flag, wanted in (("rec", 3), ("rec:max", 3), ("rec:min", 1), ("loss:max", 3), ("mae", 1), ("box_loss", 1)):
+    assert metrics.new_best(best, same, "accuracy", 6) is metrics.new_best(best, {"loss": 1.0}, None, 7) is None
+    for flag, wanted in (("rec", 3), ("rec:max", 3), ("rec:min", 1), ("loss:max", 3), ("mae", 1), ("loss/box", 1)):
         best = None
         for epoch, value in enumerate((2.0, 1.0, 5.0, 4.0)):
             best = metrics.new_best(best, {flag.partition(":")[0]: value}, flag, epoch + 1) or best
         assert best["evaluation"] == {3: 3, 1: 2}[wanted] and best["metric"] == flag.partition(":")[0]
     assert metrics.new_best(None, {"rec": 1.0}, None, 1) is None
     assert metrics.new_best({"metric": "rec", "value": 9.0, "score": 9.0}, {"rec": 1.0}, "rec:min", 6)
-    for said in ("the validation gives rec; choose one by -best", "its val_a/loss is NaN"):
+    for said in ("the validation gives rec; choose one by -best", "its val_a/loss is nan"):
         assert said in caplog.text
 
 
