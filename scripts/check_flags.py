@@ -9,7 +9,7 @@ from lib.utils.errors import UsageError
 def check(args: Args) -> None:
     """Raise UsageError for a flag that config.yaml would give another value, or could not keep."""
     parser = new_parser()
-    left = {"help", "model", *args.flag_rules.forgotten, *(["epochs"] if args.steps else [])}
+    skipped = {"help", "model", *args.flag_rules.forgotten, *(["epochs"] if args.steps else [])}
     for kind in BUILDERS:
         parser.add_plugin_flags(plugins.load_flags(kind, getattr(args, kind)), kind)
     try:
@@ -23,7 +23,7 @@ def check(args: Args) -> None:
     except Exception as error:  # noqa: BLE001  # whatever the type of a flag raises
         fault = f"{type(error).__name__}: {error}"
         raise UsageError(f"config.yaml cannot keep a flag, or a default of one: {fault}") from None
-    for name in sorted({action.dest for action in parser._actions} - left):
+    for name in sorted({action.dest for action in parser._actions} - skipped):
         both = vars(args).get(name), again.get(name)  # config.yaml keeps no None, which gives the default back
         before, now = (list(one) if isinstance(one, tuple) else one for one in both)
         if before != now and repr(before) != repr(now):  # NaN is no NaN

@@ -57,14 +57,17 @@ def warn_of_batches(trainer: Any, split: str, loader: Loader) -> None:
     dataset, collate_fn = loader.dataset, option(loader.dataset, "collate_fn")
     if loader.workers or not fetch.gives_batches(dataset):
         return
-    found = []
-    for seed, get in ((0, lambda: [dataset[0]]), (1, lambda: [dataset[0]]), (0, lambda: dataset.__getitems__([0]))):
-        seeding.seed(seeding.SAMPLE, seed, 0, 0)
-        found.append(get())
-    if collate_fn and not isinstance(found[-1], list):  # then single samples are read
+    seeding.seed(seeding.SAMPLE, 0, 0, 0)
+    batch = dataset.__getitems__([0])
+    if collate_fn and not isinstance(batch, list):  # then single samples are read
         return
-    item, again, batch = ((collate_fn or default_collate)(one) if isinstance(one, list) else one for one in found)
-    if are_alike(item, again) and not are_alike(item, batch):
+    collate = collate_fn or default_collate
+    batch = collate(batch) if isinstance(batch, list) else batch
+    singles = []
+    for seed in (0, 1):
+        seeding.seed(seeding.SAMPLE, seed, 0, 0)
+        singles.append(collate([dataset[0]]))
+    if are_alike(*singles) and not are_alike(singles[0], batch):
         log.warning(BATCHES, type(fetch.nested(dataset, wrapped=False)[-1]).__name__)
 
 

@@ -27,7 +27,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     if past:
         trainer.load(past)
     first, parts = trainer.state.step, find_parts(trainer)
-    named = {**parts.parameters()}.items()
+    named = parts.parameters().items()
     _check("the parameter", named)
     for name, p in named:
         if p.requires_grad:

@@ -370,7 +370,8 @@ class Study:
         """Return the trials that were chosen before."""
         for one in self.study.trials:
             needed = {name for name in self.plan.spaces if self.plan.has(name, one.params)}
-            if {*one.params} - {*self.plan.spaces} or (one.state.is_finished() and needed - {*one.params}):
+            lost, new = {*one.params} - {*self.plan.spaces}, needed - {*one.params}
+            if lost or (new and one.state.is_finished()):  # an open one may have chosen nothing yet
                 over = " ".join(f"-{name}" for name in sorted(one.params))
                 raise UsageError(f"the sweep of this name was over {over}: another -model NAME starts a new one")
         return [self.choose(self.optuna.trial.Trial(self.study, one._trial_id)) for one in self.study.trials]

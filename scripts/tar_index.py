@@ -236,12 +236,13 @@ def find_shards(data: str, split: str, store: Any) -> list[str]:
             raise UsageError(f"{compressed[0]}: compressed ({len(compressed)} such files): unpack it to a .tar file")
         if shards := [file for file in found if file.lower().endswith(".tar")]:
             return shards
-    for pattern, place in (("*.tar", -1), ("*/*.tar", -2)) if split != "train" else ():
-        with usage_errors(data):
-            found = sorted(file for file in store.glob(data, pattern) if not is_debris(name_of(file)))
-        if shards := [file for file in found if files.split_of(file.split("/")[place]) == split]:
-            return shards
-    return []
+    if split == "train":
+        return []
+    with usage_errors(data):
+        loose, inner = (sorted(store.glob(data, pattern)) for pattern in ("*.tar", "*/*.tar"))
+    named = [file for file in loose if files.split_of(name_of(file)) == split]
+    named = named or [file for file in inner if files.split_of(name_of(file.rpartition("/")[0])) == split]
+    return [file for file in named if not is_debris(name_of(file))]
 
 
 def copy_shards(found: dict[str, Any], data: str, cache_dir: str | None, limit_gb: float | None) -> None:

@@ -145,7 +145,7 @@ def hand_over(lines: list[dict[str, Any]], run: Any) -> Any:
             log.info("-track:      the steps go back, as after a change of -batch_size: another tracked run begins")
             run, new = type(run)(run.folder, after=run.samples), []
         run.step, run.samples = step, samples
-        if figures := new_figures(line, run.sent):
+        if figures := run.new_figures(line):
             new.append((step, figures))
     run.send(new)
     return run
@@ -168,6 +168,16 @@ class Tracked:
         self.step = self.samples = 0  # of the last line
         self.sent: dict[str, int] = {}  # the last step of each tag
 
+    def allowed(self, tag: str) -> str:
+        """Return the name that a tag has at this tracker."""
+        return tag
+
+    def new_figures(self, line: dict[str, Any]) -> dict[str, float]:
+        """Return the figures of a line that were not sent, under the tracker's names."""
+        named = {self.allowed(tag): value for tag, value in line.items() if "/" in tag}
+        new = {name: value for name, value in named.items() if line["step"] > self.sent.get(name, -1)}
+        return {name: math.nan if value is None else value for name, value in new.items()}
+
     def remember(self, **facts: Any) -> None:
         """Write the file."""
         partial = self.file.with_suffix(".new")  # the run removes files that end in .partial
@@ -181,12 +191,6 @@ def flags_of(folder: Path) -> dict[str, Any]:
     """Return the flags by which runs are compared, and their values."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     return {name: value for name, value in config.items() if name not in {*flags.rules().free, "about"}}
-
-
-def new_figures(line: dict[str, Any], sent: dict[str, int]) -> dict[str, float]:
-    """Return the figures of a line that were not sent; `sent` has the last step of each."""
-    new = {tag: value for tag, value in line.items() if "/" in tag and line["step"] > sent.get(tag, -1)}
-    return {tag: math.nan if value is None else value for tag, value in new.items()}
 
 
 class Wandb(Tracked):
@@ -243,19 +247,17 @@ class Mlflow(Tracked):
     def send(self, lines: list[tuple[int, dict[str, float]]]) -> None:
         """Send figures, by step, and wait until the server has them."""
         now, metric = int(time.time() * 1000), self.mlflow.entities.Metric
-        given = [(tag, value, step) for step, figures in lines for tag, value in figures.items()]
-        metrics = [metric(allowed(tag), value, now, step) for tag, value, step in given]
+        metrics = [metric(tag, value, now, step) for step, figures in lines for tag, value in figures.items()]
         for start in range(0, len(metrics), MOST):
             self.client.log_batch(self.id, metrics=metrics[start : start + MOST], synchronous=True)
+
+    def allowed(self, tag: str) -> str:
+        """Return a tag with what MLflow refuses replaced: it would refuse all others with it."""
+        return re.sub(r"/+", "/", re.sub(r"[^\w\-./: ]", "_", tag))[:250]
 
     def close(self, finished: bool) -> None:
         """End the run."""
         self.client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
-
-
-def allowed(name: str) -> str:
-    """Return a metric's name with what MLflow refuses replaced: it would refuse all others with it."""
-    return re.sub(r"/+", "/", re.sub(r"[^\w\-./: ]", "_", name))[:250]
 
 
 class Kubeflow(Tracked):

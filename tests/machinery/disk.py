@@ -140,9 +140,8 @@ def fail_writes(monkeypatch, when):
     real = shards.write
 
     def write(path, *blocks):
-        if "shard" in path.name and when(
-            int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
-        ):
+        rank, step = os.environ["RANK"], path.parent.name.removesuffix(".partial").partition("_step_")[2]
+        if "shard" in path.name and when(int(rank), int(step)):
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(path, *blocks)
