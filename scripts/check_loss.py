@@ -1,4 +1,4 @@
-"""Finds a loss of one's own that stretches outputs (N, 1) and targets (N,) to (N, N), and terms that no loss has."""
+"""Finds a loss of one's own that stretches (N, 1) and (N,) to (N, N), outputs and targets, and terms no loss has."""
 
 import copy
 import logging
@@ -24,7 +24,8 @@ def check(criterion: Callable, outputs: Tensor, targets: Tensor) -> None:
     seen.add(type(criterion))
     try:
         with torch.random.fork_rng(devices=[]):
-            pairs = (outputs, targets), (outputs, targets[:, None]), (outputs[:, 0], targets)
+            columns = outputs.reshape(-1, 1), targets.reshape(-1, 1)
+            pairs = (outputs, targets), columns, (outputs.flatten(), targets.flatten())
             found, rows, row = (copy.deepcopy(criterion)(*pair) for pair in pairs)
         stretches = found.numel() == 1 and bool(torch.isclose(rows, row)) and not torch.isclose(found, row)
     except Exception:  # noqa: BLE001  # it takes no other shapes, and so stretches none, or is no plain loss

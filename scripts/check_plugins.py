@@ -10,8 +10,11 @@ import textwrap
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from lib.config import args as config
+from lib.config import plugins
 from lib.core import loss, replicas
 from lib.core.replicas import OURS
 from lib.utils.checkpoint.shards import is_sharded
@@ -22,6 +25,7 @@ from scripts import check_model, check_samples, check_sums
 from scripts.check_sums import name_of
 
 log = logging.getLogger(__name__)
+BASE = "lib.trainer.trainer"
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
 WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
 ADDING, EMPTY = {"append", "extend", "update", "add", "add_", "index_add_", "push", "put"}, {"[]", "{}", "None", "()"}
@@ -35,6 +39,11 @@ IN_STEP = set("train_step training_step optimizer_step clip_gradients due_optimi
 BY_RANK = r"(not )?[\w.]*\b(is_main|is_writer)|(not )?[\w.]*\brank(\(\))?( == 0| != 0| > 0)?"  # if conditions
 OF_LOADER = "next() of a loader seeds the generators, alike in each step, and gives each process other samples: "
 OF_LOADER += "take a DataLoader of your own whose generator self.state.step seeds, or samples of the dataset by index"
+OF_PARTS = {  # flags by which the run makes a trainer's parts
+    "loss": ("loss", "label_smoothing", "class_weights"),
+    "optimizer": ("optimizer", "optimizer_arg", "weight_decay", "momentum"),
+}
+WITH_MODES = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # layers that training mode changes
 ADVICE = "changes with the number of micro-batches and processes"
 
 
@@ -43,6 +52,9 @@ def warn(trainer: Any) -> None:
     refuse_without_effect(trainer)
     check_samples.warn(trainer)
     check_model.warn_lost_layers(find_parts(trainer).modules)
+    warn_of_epochs(trainer)
+    for name, flag in ignored_flags(trainer):
+        log.warning("-%s: the training ignores it, as this trainer has its own %s", flag, name)
     kinds = type(trainer).__mro__
     model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
     base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
@@ -65,6 +77,13 @@ def warn(trainer: Any) -> None:
         is_logged = not step or re.search(r"\.training_step\(|train_metrics", step)
         if trainer.args.train_metrics and not is_logged:
             log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
+        if (
+            trainer.args.parallel == "fsdp"
+            and re.search(r"full_tensor\(", step)
+            and not re.search("detach|no_grad", step)
+        ):
+            hint = "take -parallel ddp (detach() it if it is a figure)"
+            log.warning("-parallel fsdp: a loss that adds full_tensor() gets a wrong gradient for it: %s", hint)
         update = _source(kinds[0].optimizer_step)
         clips = re.search(
             r"clip_grad\b|clip_gradients|(?<!def )optimizer_step\(|self\.(?!due_optimizers|log_scalar)\w+\(", update
@@ -77,6 +96,8 @@ def warn(trainer: Any) -> None:
         known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
         known |= set() if "losses.count_targets(" in _source(kinds[0].count_targets) else {"targets"}
         known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
+        has_modes = any(isinstance(one, WITH_MODES) and getattr(one, "p", 1) for one in modules)
+        known |= set() if has_modes else {"mode"}
         is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
         for module in {sys.modules.get(kind.__module__) for kind in {*own, *parts, base}}:
             source = _source(module) if OURS.match(getattr(module, "__file__", None) or "") else ""
@@ -90,6 +111,46 @@ def warn(trainer: Any) -> None:
         for kind in {type(one) for one in parts} if loader.workers else ():
             for name in counters(_source(kind)) if replicas.is_own(kind) else ():
                 log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
+
+
+def ignored_flags(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield parts of a run that its trainer has of its own, and flags that were set for them and are not used."""
+    own = [kind for kind in type(trainer).__mro__ if replicas.is_own(kind) and kind.__module__ != BASE]
+    text = "".join(_source(sys.modules.get(kind.__module__)) for kind in own)
+    if re.search(r"\bargs[,)]", text):  # a function gets them all
+        return
+    skips_loss = "def training_step" in text and not re.search(r"self\.loss\b|super\(\)\.training_step", text)
+    parts = {"loss": None if skips_loss else trainer.loss, "optimizer": trainer.optimizer}
+    used = {**getattr(parts["loss"], "__dict__", {}), **getattr(parts["optimizer"], "param_groups", [{}])[0]}
+    used["optimizer"] = type(trainer.optimizer).__name__.lower()
+    used["class_weights"] = trainer.args.class_weights if getattr(parts["loss"], "weight", None) is not None else None
+    parser = config.new_parser()
+    for kind in plugins.BUILDERS:
+        parser.add_plugin_flags(plugins.load_flags(kind, getattr(trainer.args, kind)), kind)
+    for name, part in parts.items():
+        inner = [*part.modules()] if isinstance(part, nn.Module) else [part]
+        values = [value for one in inner for value in (one, *getattr(one, "__dict__", {}).values())]
+        if any(id(value) == trainer.of_base[name] for value in values):
+            continue
+        for flag in OF_PARTS[name]:
+            value = getattr(trainer.args, flag)
+            is_set = str(value) != str(parser.get_default(flag))  # which may be a text
+            if is_set and value != used.get(flag) and not re.search(rf"args\.{flag}\b", text):
+                yield name, flag
+
+
+def warn_of_epochs(trainer: Any) -> None:
+    """Warn of schedules of torch that step with each step, and whose length is a number of epochs."""
+    setter = _source(type(trainer).set_learning_rate)
+    if ".step(" not in setter or "epoch" in setter or "plan.steps" in setter or trainer.plan.steps == 1:
+        return
+    for name, one in vars(trainer).items():
+        if isinstance(one, torch.optim.lr_scheduler.LRScheduler):
+            ends = [getattr(one, key, 0) for key in ("T_max", "step_size")]
+            last = max(*ends, *getattr(one, "milestones", ()))
+            if 1 < last <= trainer.plan.epochs:
+                advice = f"for {last} epochs write {last} * self.plan.steps"
+                log.warning("self.%s counts steps, and its %d are few: %s", name, last, advice)
 
 
 def refuse_without_effect(trainer: Any) -> None:
@@ -110,8 +171,8 @@ def faults(
 ) -> Iterator[tuple[int, str]]:
     """Yield lines of a file, and what is wrong there: with losses if steps are cut, with evaluations, between passes.
 
-    `is_shared`: there are several processes. `known`: attributes that are saved, and "targets" if those that a loss
-    ignores are not counted.
+    `is_shared`: there are several processes. `known`: attributes that are saved, "targets" if those that a loss
+    ignores are not counted, and "mode" if no layer works otherwise in training mode.
     """
     tree = ast.parse(source)
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
@@ -131,6 +192,8 @@ def faults(
                     yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
         yield from _read_ahead(function)
         yield from _read_late(function)
+        if function.name in ("on_evaluation", "on_epoch_end") and "mode" not in known:
+            yield from _in_training_mode(function, functions)
         for line, name in _handed_on(function, functions):
             if name not in known:
                 yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
@@ -251,6 +314,17 @@ def _adds_to(node: ast.AST) -> list[ast.expr]:
         given = [*node.args, *(one.value for one in node.keywords)]
         return [node.func.value] if any(not isinstance(one, ast.Constant) for one in given) else []
     return []
+
+
+def _in_training_mode(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> Iterator[tuple[int, str]]:
+    """Yield lines of a hook, and of functions that it calls, that use the model as it was trained last."""
+    called = {name_of(one) for one in _calls(function)}
+    for one in [function, *(other for other in functions if other.name in called)]:
+        is_left = re.search(r"evaluating\(|\.eval\(|train\(", ast.unparse(one) + ast.unparse(function))
+        for call in [] if is_left else _calls(one):
+            if ast.unparse(call.func) == "self.model":
+                advice = "on all processes: with self.evaluating(), torch.no_grad()"
+                yield call.lineno, f"self.model is in training mode here: it drops values, or changes its statistics: {advice}"
 
 
 def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:

@@ -70,7 +70,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
             raise UsageError(f"{shapes}: this -loss needs real numbers of one shape, (samples, 1) for -num_classes 1")
         kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
         outputs, targets = outputs.to(kind), targets.to(kind)
-    elif outputs.ndim == 2 and outputs.shape[1] == 1 and getattr(targets, "ndim", 2) == 1:
+    elif {(), (1,)} == {tuple(outputs.shape[1:]), tuple(getattr(targets, "shape", ())[1:])}:  # one is a column
         call_optional("scripts.check_loss", "check", criterion, outputs, targets)
     return ForwardResult(criterion(outputs, targets), targets, outputs)
 
