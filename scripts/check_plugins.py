@@ -116,8 +116,9 @@ def warn(trainer: Any) -> None:
 def ignored_flags(trainer: Any) -> Iterator[tuple[str, str]]:
     """Yield parts of a run that its trainer has of its own, and flags that were set for them and are not used."""
     own = [kind for kind in type(trainer).__mro__ if replicas.is_own(kind) and kind.__module__ != BASE]
-    text = "".join(_source(sys.modules.get(kind.__module__)) for kind in own)
-    if re.search(r"\bargs[,)]", text):  # a function gets them all
+    texts = [_source(kind) for kind in own]
+    text = "".join(texts)
+    if "" in texts or re.search(r"\bargs[,)]", text):  # a function gets them all
         return
     skips_loss = "def training_step" in text and not re.search(r"self\.loss\b|super\(\)\.training_step", text)
     parts = {"loss": None if skips_loss else trainer.loss, "optimizer": trainer.optimizer}
@@ -324,7 +325,10 @@ def _in_training_mode(function: ast.FunctionDef, functions: list[ast.FunctionDef
         for call in [] if is_left else _calls(one):
             if ast.unparse(call.func) == "self.model":
                 advice = "on all processes: with self.evaluating(), torch.no_grad()"
-                yield call.lineno, f"self.model is in training mode here: it drops values, or changes its statistics: {advice}"
+                yield (
+                    call.lineno,
+                    f"self.model is in training mode here: it drops values, or changes its statistics: {advice}",
+                )
 
 
 def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:

@@ -65,6 +65,7 @@ def parse(text: bytes | str) -> dict:
     """Return what a line of metrics.jsonl holds, {} for a line that no run writes."""
     try:
         line = json.loads(text)
+        line = {name: value for name, value in line.items() if not isinstance(value, str)}  # which a fork adds
         [float(value) for value in line.values() if value is not None]  # not of 400 digits
     except (ValueError, RecursionError, OverflowError, TypeError, AttributeError):
         return {}

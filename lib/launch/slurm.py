@@ -91,7 +91,7 @@ def batch_script(args: Args, folder: Path, code: Path) -> str:
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {shlex.quote(f'--{option}')}" for option in given),
-        "trap : TERM  # this shell must outlive the signal that stops its tasks",
+        "trap : TERM USR1 USR2  # this shell must outlive the signal that stops its tasks",
         f"export PYTHONPATH={shlex.quote(f'{code}:{ROOT}')}${{PYTHONPATH:+:$PYTHONPATH}}",
         f"{srun} --output={shlex.quote(f'{folder}/%j_%t_log.out')} {python} lib.launch.slurm",
         f"exec {python} scripts.slurm.requeue {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?",

@@ -28,9 +28,9 @@ def exit_on_signal() -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def use_handler(handler: Callable) -> Iterator[None]:
-    """Set the handler of the signals that stop a run while the block lasts."""
-    before = set_handlers(handler)
+def use_handler(handler: Callable, *, hangup: bool = False) -> Iterator[None]:
+    """Set the handler of the signals that stop a run while the block lasts, as `set_handlers` does."""
+    before = set_handlers(handler, hangup=hangup)
     try:
         yield
     finally:
@@ -38,13 +38,14 @@ def use_handler(handler: Callable) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def set_handlers(handler: Callable | signal.Handlers) -> dict:
+def set_handlers(handler: Callable | signal.Handlers, *, hangup: bool = False) -> dict:
     """Set the handler of the signals that stop a run. Returns the handlers before.
 
-    SIGHUP, a lost terminal, stops only a run that writes there and was not started by nohup.
+    SIGHUP, a lost terminal, stops only a run that writes there and was not started by nohup; or, with `hangup`, any:
+    torchrun ends then, even under nohup, and kills its processes.
     """
     handlers = dict.fromkeys(STOP_SIGNALS, handler)
     at_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
-    if not at_terminal or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    if not hangup and (not at_terminal or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN):
         handlers[signal.SIGHUP] = signal.SIG_IGN
     return {number: signal.signal(number, one) for number, one in handlers.items()}

@@ -117,7 +117,7 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
     preempted_at = job.get("PreemptTime", "None")
     if preempted_at[0].isdigit() and preempted_at >= job.get("StartTime", "~"):  # in this start
         return True, PREEMPTED
-    if state == "stopped" and outcome.get("signal") != "SIGUSR2":
+    if state == "stopped" and outcome.get("signal") not in ("SIGUSR1", "SIGUSR2"):
         return False, f"it was asked to stop ({reason}); the state is saved"
     lost = f"the start failed ({error})" if error else "a process was lost"
     why = "time limit" if state == "stopped" else lost

@@ -11,6 +11,9 @@ import pytest
 from processes import SOON_S, until
 from saves import steps
 
+from lib.utils import preemption
+from lib.utils.distributed import World
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
 PAUSE = {"do": "pause", "step": 25}
@@ -89,6 +92,15 @@ def test_a_lost_terminal_stops_only_runs_that_write_to_it(start, uninterrupted):
     run.release()
     assert run.wait() == 0, run.text()
     assert run.weights() == uninterrupted.weights()
+
+
+def test_a_hangup_stops_a_run_of_torchrun_which_would_kill_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    stop = preemption.Stop(tmp_path, World(), max_hours=None, grace_s=60)
+    with stop.handle_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        until(stop.is_requested)
 
 
 def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_timestamp(start, uninterrupted):

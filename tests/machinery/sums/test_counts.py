@@ -102,6 +102,8 @@ def test_a_loss_of_ones_own_that_stretches_targets_is_refused_and_one_that_squee
     batch = torch.randn(6, 3), torch.randn(6)
     losses.forward(nn.Linear(3, 1), batch, Squeezing())
     assert "Stretching stretches them against" in usage_error(losses.forward, nn.Linear(3, 1), batch, Stretching())
+    column, flat = (batch[0], batch[1][:, None]), nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    assert "stretches them" in usage_error(losses.forward, flat, column, type("Other", (Stretching,), {})())
 
 
 @pytest.mark.parametrize("mask", [masked_in_place, lambda one: (one[0], one[1].masked_fill(one[0][:, 0] > 0, -100))])

@@ -283,15 +283,42 @@ def evaluate_teacher(self, split):
 class Habit(trainer.Trainer):
     criterion = nn.CrossEntropyLoss(torch.ones(4))
 
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.8)
+        self.milestones = StepLR(self.optimizer, 2)
+
+    def training_step(self, batch):
+        return self.model(batch[0]).mean()
+
+    def set_learning_rate(self):
+        self.milestones.step()
+
+    def on_epoch_end(self):
+        self.draw()
+
+    def draw(self):
+        self.model(torch.zeros(1, 64))
+
     def on_evaluations(self, split, figures): ...
     def __exit__(self, *error): ...
+
+
+class Inherits(Habit):
+    """Has all methods of another trainer."""
 
 
 def test_a_method_that_nothing_calls_and_a_loss_that_micro_batches_change_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(check_plugins, "OURS", re.compile(".*/tests/"))
     net = type("Net", (nn.Sequential,), {f"configure_{'optimizers'}": lambda self: None})
-    inherits = type("Inherits", (Habit,), {"training_step": lambda self, batch: self.model(batch[0]).mean()})
-    said = log_of(edited(tmp_path, "-cpu 1 -train_metrics", inherits, lambda args: net(*plain_net())))
+    flags = "-cpu 1 -train_metrics -label_smoothing 0.1 -weight_decay 0.1 -momentum 0.8"
+    said = log_of(edited(tmp_path, flags, Inherits, lambda args: net(*plain_net(), nn.Dropout(0.1))))
+    assert re.findall(r"-(\w+): the training ignores it, as .* own (\w+)", said) == [
+        ("label_smoothing", "loss"),
+        ("weight_decay", "optimizer"),
+    ]
+    assert "self.milestones counts steps, and its 2 are few" in said
+    assert said.count("self.model is in training mode here") == 1
     assert re.findall(r"nor lib calls (\w+)", said) == [f"configure_{'optimizers'}", f"on_evaluation{'s'}"]
     assert f"on_evaluation{'s'}, of the trainer or the model (do you mean on_evaluation" in said
     assert re.findall(r"(\w+.py), line \d+: a mean over class weights changes", said) == ["test_edits.py"]
