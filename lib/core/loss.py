@@ -221,8 +221,7 @@ def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
 def check_probabilities(criterion: nn.Module) -> None:
     """Raise UsageError for float targets, in any batch until now, that are no probabilities. Waits for the device."""
     if isinstance(criterion, CrossEntropy) and criterion.found_odd:
-        found = "rows that do not sum to 1, as several labels a sample, or are negative"
-        raise UsageError(f"{TAKES}; these floats are {found}")
+        raise UsageError(f"{TAKES}; here are rows that do not sum to 1, as several labels a sample, or are negative")
 
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}

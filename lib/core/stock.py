@@ -73,8 +73,7 @@ class Engine:
         if not {*self.parameters}.intersection(p for _, p in named):
             return  # a copy of the model that nobody trains, as a teacher
         if module not in self.called and any(p in self.reached for _, p in named):
-            fault = "DistributedDataParallel sums only gradients of self.model(...)"
-            raise UsageError(f"{fault}: let training_step call the whole model, or take -deterministic")
+            raise UsageError("DDP sums only gradients of self.model(): call the whole model, or take -deterministic")
         unused = [name for name, p in named if p not in self.reached]
         if module in self.called and unused and not module.find_unused_parameters:
             fault = f"no backward pass reached the parameter {unused[0]} ({len(unused)} in all)"

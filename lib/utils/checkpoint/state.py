@@ -221,8 +221,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {kind: [encode(one, f"{name}.{number}", tensors) for number, one in enumerate(value)]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    wanted = "a checkpoint holds tensors, numbers, strings, lists and dicts"
-    raise UsageError(f"{name} is a {type(value).__name__}, {value!r:.60}: {wanted}; convert it, or leave it out")
+    raise UsageError(f"{name} is a {type(value).__name__}: a checkpoint has tensors, numbers, strings, lists, dicts")
 
 
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
