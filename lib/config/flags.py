@@ -133,9 +133,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_hours", COUNT_OR_0, "also keep the first checkpoint of each of the last N hours", 0)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
-    add(
-        "-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, or gap:min (accuracy, else loss)"
-    )
+    add("-best", value(types.metric, "METRIC"), "val metric of best weights: f1, or gap:min (accuracy, else loss)")
     add("-stop_after", COUNT, "early stopping after N validations without a better -best")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")
