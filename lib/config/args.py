@@ -40,7 +40,9 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}
     if sum(word.partition("=")[0] == "-cfg" for word in command_line) > 1:
         raise UsageError("-cfg is there twice: only one file is read")
-    entries = drop_replaced(entries, given)
+    replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}  # by another flag of the command line
+    replaced |= {"weights"} if "eval" in given else set()  # -eval then takes the run's own
+    entries = {key: values for key, values in entries.items() if key not in replaced}
     words = parser.to_arguments(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
@@ -110,13 +112,6 @@ def new_parser() -> Parser:
     parser = Parser(prog="train.py", usage="%(prog)s [-flag value ...]", description=TITLE, formatter_class=form)
     flags.add_shared(parser)
     return parser
-
-
-def drop_replaced(entries: dict[str, list[str]], given: set[str]) -> dict[str, list[str]]:
-    """Return the entries of a -cfg file without those that the command line replaces by other flags."""
-    replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
-    replaced.update(["weights"] if "eval" in given else ())  # -eval then takes the run's own
-    return {key: values for key, values in entries.items() if key not in replaced}
 
 
 def to_yaml(args: Args, about: dict, effective: dict | None = None) -> str:
