@@ -71,14 +71,6 @@ def nested(dataset: Any, wrapped: bool = True) -> list[Any]:
     return [*found.values()]
 
 
-def check_indices(dataset: Any, name: str) -> None:
-    """Raise UsageError for a Subset by True and False, which are read as the samples 1 and 0."""
-    for one in nested(dataset, wrapped=False):
-        first = next(iter(one.indices), 0) if isinstance(one, Subset) else 0
-        if "bool" in str(getattr(first, "dtype", type(first))):
-            raise UsageError(f"{name} has a Subset of True and False, read as 1 and 0: give numbers of samples")
-
-
 def gives_batches(dataset: Any) -> bool:
     """Return whether `__getitems__` reads all of a dataset: a subclass may have another `__getitem__` alone."""
     for one in nested(dataset, wrapped=False):
@@ -135,8 +127,7 @@ class Fetcher:
         """Yield the micro-batches in order, each with its collated samples. Another call may come between two."""
         source = "this process" if self.loader is None else f"{self.loader.num_workers} loader processes (-workers)"
         if len(self.fetch.dataset) != (count := self.fetch.length):
-            fault = f"a dataset of {count} samples has {len(self.fetch.dataset)} now"
-            raise UsageError(f"{fault}: an epoch's samples are those of the start")
+            raise UsageError(f"a dataset of {count} samples has {len(self.fetch.dataset)} now: it must keep them")
         unread, answers, mine = iter(micro_batches), iter(()), None  # unread: whose batches were not yielded yet
         while True:
             watchdog.begin(f"waiting for a batch of {type(self.fetch.dataset).__name__} from {source}")

@@ -99,7 +99,10 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, fet
             raise UsageError(f"-dataset {name}: its {split} split is a {kind}, not data with len() and [index]")
         if len(part) == 0:
             raise UsageError(f"-dataset {name}: its {split} split is empty")
-        fetch.check_indices(part, f"-dataset {name}: its {split} split")
+        for one in fetch.nested(part, wrapped=False):
+            first = next(iter(one.indices), 0) if isinstance(one, Subset) else 0
+            if "bool" in str(getattr(first, "dtype", type(first))):  # which are read as the samples 1 and 0
+                raise UsageError(f"-dataset {name}: its {split} split has a Subset of True and False: give numbers")
     if overfit is None:
         return parts
     whole, count = parts["train"], min(overfit, len(parts["train"]))
