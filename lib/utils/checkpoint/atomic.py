@@ -28,10 +28,6 @@ def new_version(path: Path) -> Iterator[Path]:
     try:
         yield partial
         publish(partial, path)
-    except OSError as error:
-        if error.filename == str(partial):
-            raise OSError(error.errno, error.strerror, str(path)) from None  # the name that people know
-        raise
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()  # there still if anything failed
