@@ -24,7 +24,7 @@ TEXT = "is not a line of text in UTF-8"
 BAD_TEXTS = {  # flag: values, and what is said of each
     "model": (NO_RUNS, "is not a name of letters, digits, dots, dashes and underscores"),
     "save_every": (INTERVALS, "is not an interval like 10minutes"),
-    **dict.fromkeys(("out", "data", "resume", "weights"), ([os.fsdecode(b"/nowhere/\xff")], TEXT)),
+    **dict.fromkeys(("out", "data", "resume", "weights"), ([os.fsdecode(b"/no\xff"), "", "a\0b", "a\nb"], TEXT)),
 }
 
 
