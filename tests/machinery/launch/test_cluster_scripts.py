@@ -15,8 +15,9 @@ MODULE = 'module() { echo "module $*"; }; export -f module; '
 
 
 @pytest.fixture
-def project(tmp_path):
-    """A copy of the scripts and the code."""
+def project(tmp_path, monkeypatch):
+    """A copy of the scripts and the code. Programs in its folder `bin` come first."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return copy_of_the_code(tmp_path)
 
 
@@ -127,19 +128,17 @@ def test_wrong_flags_never_reach_torchrun(project, flags, message):
     assert output.startswith(message) and output.count("\n") == 1
 
 
-def test_an_error_of_sbatch_is_reported_in_one_line(project, monkeypatch, capsys, error_of):
+def test_an_error_of_sbatch_is_reported_in_one_line(project, capsys, error_of):
     error = "sbatch: error: Batch job submission failed: Invalid partition name specified"
     fake_program(project, "sbatch", f"echo '{error}' >&2; exit 1")
-    monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
     assert train.main(["-slurm", "-slurm_partition", "gpus", "-out", str(project / "out")]) == 2
     assert capsys.readouterr().err == f"train.py: -slurm: sbatch refused the job: {error}\n"
     assert "-gpus 0 with -slurm: Slurm says which GPUs" in error_of("-slurm -gpus 0")
     assert "-restarts is for one machine: scripts/elastic.sh restarts under" in error_of("-slurm -restarts 2")
 
 
-def test_a_job_folder_is_private_if_baton_creates_it(project, monkeypatch):
+def test_a_job_folder_is_private_if_baton_creates_it(project):
     fake_program(project, "sbatch", "echo Submitted batch job 7 on cluster there")
-    monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
     groups = project / "groups"
     groups.mkdir()
     groups.chmod(0o2770)
