@@ -10,6 +10,7 @@ import torch
 import torchvision
 from pages import COMMANDS, FILES, PAGE_PLUGINS, PAGES, README, run_command
 from runs import lines
+from saves import bits
 
 pytestmark = pytest.mark.timeout(900)  # many runs in turn
 RUNS = {  # runs of the files in the pages, in turn: name and flags
@@ -70,19 +71,15 @@ def test_the_files_in_the_pages_train(fork, output):
     assert last["rare_planar"]["val/recall_1"] > 0.8 and last["discs_pixelwise"]["val/miou"] > 0.9
     assert last["rings_planar"]["val/sure"] > 0.5 and last["boxes_detector"]["val/overlap"] >= 0
     assert all("train/critic" in line for line in lines(fork / "out" / "gan") if "train/loss" in line)
-    assert _weights(fork, "views") == _weights(fork, "views_3")
+    assert bits(fork / "out" / "views") == bits(fork / "out" / "views_3")
     assert last["mixup"]["val/accuracy"] > 0.9
     manifest = max(fork.glob("out/mixup/checkpoints/*/manifest.json")).read_text()
     assert '"model.' in manifest and '"trainer.teacher' not in manifest
-    assert _weights(fork, "stripes_tiny") == _weights(fork, "again"), "config.yaml repeats a run"
+    assert bits(fork / "out" / "stripes_tiny") == bits(fork / "out" / "again"), "config.yaml repeats a run"
     losses = [line["val/loss"] for line in lines(fork / "out" / "views") if "val/loss" in line]
     assert len(losses) == 2 and losses[1] < losses[0]
     (trace,) = (fork / "out" / "profiled" / "profile").glob("rank_0.*.pt.trace.json")
     assert trace.read_text().count('"name": "ProfilerStep#') == 5
-
-
-def _weights(folder, name):
-    return (folder / "out" / name / "final" / "weights.safetensors").read_bytes()
 
 
 def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
