@@ -100,18 +100,15 @@ def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
     assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == [], "a method is none"
 
 
-def test_each_row_in_memory_and_how_an_epoch_is_cut_are_known_again(monkeypatch):
-    one, same, other = (Tensors(ROWS[:, None], row == ROWS) for row in (3, 3, 4))
-    assert changed(one, other) == ["train files digest"] and changed(one, same) == []
+def test_each_row_in_memory_the_listing_of_files_and_how_an_epoch_is_cut_are_known_again(monkeypatch):
+    """Next to three samples."""
+    for kind in (lambda row: Tensors(ROWS[:, None], row == ROWS), lambda row: Items([1, 2], listing=row)):
+        one, same, other = map(kind, (3, 3, 4))
+        assert changed(one, other) == ["train files digest"] and changed(one, same) == []
+        assert changed(ConcatDataset([one, one]), ConcatDataset([one, other])) == ["train files digest"]
     before = describe(one)["steps digest"]
     monkeypatch.setattr(plan.Plan, "steps", property(lambda self: min(10, -(-self.samples // self.batch))))
     assert describe(one)["steps digest"] != before
-
-
-def test_the_names_and_classes_of_all_files_count_next_to_three_samples():
-    one, other = (Items([1, 2], listing=number) for number in (3, 4))
-    assert changed(one, one) == [] and changed(one, other) == ["train files digest"]
-    assert changed(ConcatDataset([one, one]), ConcatDataset([one, other])) == ["train files digest"]
 
 
 def draw():
