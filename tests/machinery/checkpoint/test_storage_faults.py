@@ -163,15 +163,9 @@ def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monk
 
 
 def test_a_failed_last_save_is_retried_and_a_run_that_could_not_save_has_failed(tmp_path, monkeypatch):
-    attempts = []
-
-    def fails_once(rank, step):
-        if step == 12 and rank == 0:
-            attempts.append(step)
-        return step == 12 and len(attempts) == 1
-
+    first = iter([True])
     with monkeypatch.context() as patch:
-        fail_writes(patch, fails_once)
+        fail_writes(patch, lambda rank, step: step == 12 and next(first, False))
         folder = run(tmp_path, f"{SMALL} -cpu 1 -model again")
     assert saves.steps(folder)[0] == 12 and "training continues" in log_of(folder)
     with monkeypatch.context() as patch:

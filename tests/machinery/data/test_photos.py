@@ -1,9 +1,11 @@
 """Photos as phones and people make them: turned, in 16 bits, next to debris, damaged, on a failing disk."""
 
 import errno
+import itertools
 import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -96,7 +98,8 @@ def test_images_of_16_bits_look_like_those_of_8(tmp_path):
             assert np.abs(photos.read(tmp_path / name, see) - wanted).max() <= 1, name
 
 
-def test_8_or_12_bits_that_are_stored_in_16_are_refused_by_name(tmp_path):
+def test_images_whose_range_is_not_known_are_refused_by_name(tmp_path):
+    """Of 8 or 12 bits that are stored in 16, of floats and of 32 bits."""
     see = lambda image: photos.view(image, "L", 8).getpixel((0, 0))  # noqa: E731
     for value in (1, 255, 4095, 4112):
         Image.fromarray(np.full((8, 8), value, np.uint16)).save(tmp_path / f"{value}.png")
@@ -104,14 +107,10 @@ def test_8_or_12_bits_that_are_stored_in_16_are_refused_by_name(tmp_path):
     for value in (1, 255, 4095):
         said = usage_error(photos.read, tmp_path / f"{value}.png", see)
         assert re.search(f"{value}.png: not a readable image .*12 bits or fewer, up to {value}", said)
-
-
-@pytest.mark.parametrize(("mode", "kind"), [("F", np.float32), ("I", np.int32)])
-def test_images_without_a_range_are_refused_with_file_and_mode(tmp_path, mode, kind):
-    tiny_data.make_folder(tmp_path)
-    file = tmp_path / "train" / "ant" / "x.tiff"
-    Image.fromarray(np.full((20, 20), 300, kind)).save(file)
-    assert re.search(f"{file}: .*mode {mode} has no range", usage_error(dataset(tmp_path)["train"].__getitem__, 2))
+    for mode, kind in (("F", np.float32), ("I", np.int32)):
+        Image.fromarray(np.full((20, 20), 300, kind)).save(tmp_path / f"{mode}.tiff")
+        said = usage_error(photos.read, tmp_path / f"{mode}.tiff", see)
+        assert re.search(f"{tmp_path}/{mode}.tiff: .*mode {mode} has no range", said)
 
 
 def test_half_of_the_images_are_mirrored_and_all_are_normalized():
@@ -167,15 +166,8 @@ def test_a_class_that_only_looks_like_one_of_train_is_shown_by_what_differs(tmp_
 
 
 def failing(monkeypatch, number: int, times: int) -> None:
-    real, left = Image.open, [times]
-
-    def open_(*args, **options):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(number, "injected")
-        return real(*args, **options)
-
-    monkeypatch.setattr(Image, "open", open_)
+    answers = itertools.chain([OSError(number, "injected")] * times, itertools.repeat(mock.DEFAULT))
+    monkeypatch.setattr(Image, "open", mock.Mock(wraps=Image.open, side_effect=answers))
 
 
 @pytest.mark.parametrize("flags", ["-workers 1", "-workers 0 -skip_bad_files"])
