@@ -13,7 +13,7 @@ from command_line import parsed, usage_error
 from items import Items
 from PIL import Image
 from runs import few, plugins, run, same_tensors, weights
-from saves import SMALL, log_of, names, refused, stop_at
+from saves import SMALL, log_of, names, refused, run_until
 from torch.utils.data import ConcatDataset, Subset, default_collate, get_worker_info
 
 from lib.trainer import trainer
@@ -213,27 +213,21 @@ def test_another_version_of_a_library_is_named_as_what_may_have_changed_the_samp
 # A first start that is killed before its first save
 
 
-@pytest.fixture
-def killed(monkeypatch):
+def killed(out, flags):
     """Run until step 3 as if it was killed there: no checkpoint, no outcome."""
-
-    def start(out, flags):
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.Trainer, "save", lambda *_, **__: None)
-            stop_at(patch, 3)
-            folder = run(out, flags, wanted=75)
-        assert not names(folder)
-        (folder / "outcome.json").unlink()
-        return folder
-
-    return start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Trainer, "save", lambda *_, **__: None)
+        folder = run_until(out, flags, 3)
+    assert not names(folder)
+    (folder / "outcome.json").unlink()
+    return folder
 
 
 FREE = SMALL.replace("-batch_size 16 -micro_batch 4", "")
 
 
 @pytest.mark.parametrize(("flags", "settled"), [("-batch_size 16", (16, 8)), ("-batch_per_gpu 6", (12, 6))])
-def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, killed, tmp_path, monkeypatch):
+def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, tmp_path, monkeypatch):
     folder = killed(tmp_path, f"{FREE} {flags} -cpu 2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     run(tmp_path, f"{FREE} {flags} -cpu 1")
@@ -245,14 +239,14 @@ def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, kill
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
 
 
-def test_a_first_start_that_failed_settles_nothing(killed, tmp_path):
+def test_a_first_start_that_failed_settles_nothing(tmp_path):
     folder = killed(tmp_path, f"{FREE} -batch_size 16 -cpu 2")
     (folder / "outcome.json").write_text('{"state": "failed"}')
     run(tmp_path, f"{FREE} -batch_size 32 -cpu 1 -limit_steps 1", wanted=75)
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 32
 
 
-def test_other_data_before_the_first_save_are_said_and_taken_and_of_an_evaluation_said(killed, tmp_path, capfd):
+def test_other_data_before_the_first_save_are_said_and_taken_and_of_an_evaluation_said(tmp_path, capfd):
     changed_since = "changed since the run began: train digest was"
     with plugins(dataset={"odd": few}):
         folder = killed(tmp_path, ODD)
