@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -52,22 +52,10 @@ def run_killed_at(start, name, flags, env, step, sent):
 
 
 class Server:
-    """MLflow's server with a store in SQLite."""
+    """What MLflow's server at this address has."""
 
-    def __init__(self):
-        # Below the range of ephemeral ports, which may be taken in the half minute until the server listens.
-        self.port = next(filter(ports.is_free, random.sample(range(20000, 32000), 99)))
-        self.uri = f"http://127.0.0.1:{self.port}"
-
-    @contextmanager
-    def running(self, folder: Path):
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'store.db'}"]
-        env, log = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}, folder / "server.log"
-        with session(command, log, cwd=folder, env=env) as process:
-            until(lambda: process.poll() is not None or self.is_ready(), 250, what=log.read_text)
-            assert process.poll() is None, log.read_text()
-            yield self
+    def __init__(self, uri: str):
+        self.uri, self.client = uri, pytest.importorskip("mlflow", reason=NEEDS).MlflowClient(uri)
 
     def is_ready(self) -> bool:
         with suppress(OSError):
@@ -76,28 +64,29 @@ class Server:
 
     def tracked(self) -> list:
         """All runs of the experiment, oldest first."""
-        import mlflow
-
-        client = mlflow.MlflowClient(self.uri)
-        experiment = client.get_experiment_by_name("baton")
-        found = client.search_runs([experiment.experiment_id]) if experiment else []
+        experiment = self.client.get_experiment_by_name("baton")
+        found = self.client.search_runs([experiment.experiment_id]) if experiment else []
         return sorted(found, key=lambda run: run.info.start_time)
 
     def points(self, run) -> dict[str, list[tuple[int, float]]]:
-        import mlflow
-
-        client = mlflow.MlflowClient(self.uri)
-        history = {tag: client.get_metric_history(run.info.run_id, tag) for tag in run.data.metrics}
+        history = {tag: self.client.get_metric_history(run.info.run_id, tag) for tag in run.data.metrics}
         points = {tag: [(one.step, one.value) for one in points] for tag, points in history.items()}
         assert len(points.pop("perf/samples_per_s")) == len(points["train/loss"])
         return {tag: values for tag, values in points.items() if not tag.startswith("perf/")}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    pytest.importorskip("mlflow", reason=NEEDS)
-    with Server().running(tmp_path_factory.mktemp("mlflow")) as one:
-        yield one
+@pytest.fixture
+def server(tmp_path):
+    # Below the range of ephemeral ports, which may be taken in the half minute until the server listens.
+    port = next(filter(ports.is_free, random.sample(range(20000, 32000), 99)))
+    server = Server(f"http://127.0.0.1:{port}")
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path / 'store.db'}"]
+    env, log = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}, tmp_path / "server.log"
+    with session(command, log, cwd=tmp_path, env=env) as process:
+        until(lambda: process.poll() is not None or server.is_ready(), 250, what=log.read_text)
+        assert process.poll() is None, log.read_text()
+        yield server
 
 
 def test_mlflow_has_each_step_of_a_killed_run_once(server, start):

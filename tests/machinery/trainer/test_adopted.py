@@ -181,15 +181,10 @@ TWICE = "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): override tr
 UNLABELLED = "a dict of input_values: (4, 64), and the model returns a Tensor without a loss"
 
 
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        (lambda part: Tensors(*part.tensors, part.tensors[1]), TWICE),
-        (lambda part: Rows(part, "input_values"), UNLABELLED),
-    ],
-    ids=["one entry too many", "no labels"],
-)
-def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(odd, message, tmp_path, refused):
-    with plugins(dataset={"odd": lambda args: odd(few(args)["train"])}):
-        line = refused(f"{SMALL} -dataset odd -cpu 1")
-    assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
+def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(refused):
+    """One entry too many, and no labels."""
+    part = few(None)["train"]
+    for odd, message in ((Tensors(*part.tensors, part.tensors[1]), TWICE), (Rows(part, "input_values"), UNLABELLED)):
+        with plugins(dataset={"odd": lambda args, odd=odd: odd}):
+            line = refused(f"{SMALL} -dataset odd -cpu 1")
+        assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
