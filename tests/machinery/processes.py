@@ -272,18 +272,10 @@ def fake_program(folder: Path, name: str, text: str) -> Path:
 @pytest.fixture
 def serve():
     """Start the server of -tb in a process that acts as the run: it prints "interrupted", and ends with its stdin."""
-    started = []
-
-    def start_server(runs: Path) -> subprocess.Popen:
-        command = [sys.executable, "-c", SERVE, str(runs)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes))
-        return started[-1]
-
-    yield start_server
-    for process in started:
-        process.kill()
-        process.communicate()
+    command, log = [sys.executable, "-c", SERVE], Path(os.devnull)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with contextlib.ExitStack() as stack:
+        yield lambda runs: stack.enter_context(session([*command, str(runs)], log, **pipes))
 
 
 SERVE = """

@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import shutil
+from unittest import mock
 
 import crash
 import disk
@@ -112,9 +113,6 @@ def test_sweep_removes_files_left_by_crashes_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
 def test_a_folder_without_fsync_support_is_no_error_and_a_broken_disk_is(code, tmp_path, monkeypatch):
-    def fail(fd):
-        raise OSError(code, "fsync")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(code, "fsync")))
     with pytest.raises(OSError, match="fsync") if code == errno.EIO else contextlib.nullcontext():
         atomic.fsync(tmp_path)

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -204,13 +203,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(di
 
 def test_a_slow_disk_is_no_hang_of_the_ranks_that_wait_for_it(tmp_path, monkeypatch, finished_run):
     """Once the disk of the writing rank takes longer than a process may wait for another one."""
-    real, waits = os.fsync, [8]
-
-    def fsync(fd):
-        if threading.current_thread().name.startswith("checkpoint") and waits:
-            time.sleep(waits.pop())
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    real, waits = shards.write, iter([8])
+    monkeypatch.setattr(shards, "write", lambda *args: (time.sleep(next(waits, 0)), real(*args))[1])
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.1")
     assert saves.steps(folder) == [12] and distance(folder, finished_run) == 0.0

@@ -10,7 +10,6 @@ from saves import SMALL, log_of, names
 
 import train
 from lib import config
-from lib.trainer import trainer
 from lib.utils import distributed, watchdog
 from lib.utils.checkpoint import run_folder
 
@@ -107,16 +106,14 @@ def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
 def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again(tmp_path, monkeypatch):
     """This happens under torchrun on several nodes without --rdzv-id; the first start fails on the other node."""
     _set_flags_by_rank(monkeypatch, lambda rank, args: os.environ.update(TORCHELASTIC_RUN_ID=f"node{rank}-1"))
-    real = trainer.Trainer.after_step
 
-    def failing(self):
-        if self.world.rank == 1 and self.state.step == 6:
+    def fail(folder):
+        if os.environ["RANK"] == "1":
             raise ValueError("a broken sample")
-        return real(self)
 
     flags = f"{SMALL} -cpu 2 -reset -save_every 2steps"
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "after_step", failing)
+        saves.after_step(patch, 6, fail)
         folder = run(tmp_path, flags, wanted=1)
     facts = {"state": "failed", "reason": "rank 1: ValueError: a broken sample", "lost_peer": False}
     assert outcome(folder).items() >= {**facts, "launch": "node0-1"}.items()
