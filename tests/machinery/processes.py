@@ -287,8 +287,3 @@ server = tensorboard_server.start(Path(sys.argv[1]))
 sys.stdin.read()
 server.terminate()
 """
-
-
-def address_in(text: str) -> str:
-    """The address in a line such as "TensorBoard: http://127.0.0.1:6006/"."""
-    return text.partition(": ")[2].strip()

@@ -14,7 +14,7 @@ import needs
 import numpy as np
 import ports
 from PIL import Image
-from processes import address_in, until
+from processes import until
 from runs import lines, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -38,7 +38,7 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
         logger.log_evaluation(State(step=7, epoch=1), "val", {"loss": lr})
         logger.close()
     first, second = serve(tmp_path), serve(tmp_path)
-    address, other = (address_in(run.stdout.readline()) for run in (first, second))
+    address, other = (run.stdout.readline().removeprefix("TensorBoard: ").strip() for run in (first, second))
     assert all(re.fullmatch(r"http://127\.0\.0\.1:6\d{3}/", one) for one in (address, other)) and address != other
 
     os.killpg(second.pid, signal.SIGINT)  # like Ctrl-C
@@ -74,7 +74,7 @@ def test_each_figure_is_there_once_at_its_step_after_a_resume_from_an_earlier_on
 @needs.require("" if shutil.which("chromium") else "needs chromium: apt-get install chromium")
 def test_the_first_screen_shows_the_losses_then_the_metrics_and_the_learning_rate(tmp_path, serve):
     run(tmp_path / "out", "-cpu 1 -arch mlp -epochs 3 -log_every 5 -model first")
-    address = address_in(serve(tmp_path / "out").stdout.readline())
+    address = serve(tmp_path / "out").stdout.readline().removeprefix("TensorBoard: ").strip()
     experiment = json.loads(fetch(address, "data/plugin/hparams/experiment?request=%7B%7D"))
     assert experiment["metricInfos"][0]["name"]["tag"] == "learning-metrics/accuracy_val", "first in hparams"
     browser = ["chromium", *"--headless --no-sandbox --disable-gpu --virtual-time-budget=20000".split()]

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from processes import address_in, fake_program, until
+from processes import fake_program, until
 
 import train
 from scripts import tensorboard_server
@@ -31,7 +32,7 @@ def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_
     fault = {"do": "pause", "step": 25, "rank": 0}
     run = start("shared", "-ngrok", "-ngrok_auth", "ann", fault=fault, env=dict(os.environ))
     run.wait_for_output("TensorBoard for others: https://a-public-address.example\n")
-    local = address_in(next(line for line in run.text().splitlines() if line.startswith("TensorBoard: ")))
+    [local] = re.findall(r"^TensorBoard: (.*)$", run.text(), re.M)
     assert local.startswith("http://127.0.0.1:6")
 
     facts = json.loads(agent.read_text())
