@@ -182,7 +182,6 @@ UNLABELLED = "a dict of input_values: (4, 64), and the model returns a Tensor wi
 
 
 def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(refused):
-    """One entry too many, and no labels."""
     part = few(None)["train"]
     for odd, message in ((Tensors(*part.tensors, part.tensors[1]), TWICE), (Rows(part, "input_values"), UNLABELLED)):
         with plugins(dataset={"odd": lambda args, odd=odd: odd}):
