@@ -47,7 +47,7 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
     env = {"HEAD": f"127.0.0.1:{ports.free()}"}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     first = nodes(**env)
-    _wait_until_it_trains(log)
+    until(lambda: log.exists() and _steps(log) >= 20)
 
     second = nodes(**env)
     joined = _wait_for_start(log, 2)
@@ -82,7 +82,7 @@ def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tm
     with session(command, tmp_path / "etcd.log"):
         until(lambda: not ports.is_free(int(client.partition(":")[2])))
         head, other = nodes(**env), nodes(**env)
-        _wait_until_it_trains(log)
+        until(lambda: log.exists() and _steps(log) >= 20)
         until(lambda: children(other.pid))
         os.kill(other.pid, signal.SIGTERM)
         assert other.wait(60)
@@ -91,10 +91,6 @@ def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tm
         assert replaced["stopped"] == replaced["resumed"] > 0
         assert head.wait(400) == 0
     assert _has_same_end(tmp_path / "out" / "elastic", single)
-
-
-def _wait_until_it_trains(log):
-    until(lambda: log.exists() and _steps(log) >= 20)
 
 
 def _wait_for_start(log, starts):

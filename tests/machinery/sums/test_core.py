@@ -18,6 +18,7 @@ from lib.core import scheduler
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=100)
 STOCK = "-deterministic no -weight_decay 0.1"
+ON_GPU = type("OnGpu", (torch.Tensor,), {"is_cuda": True})  # a tensor that says that it is on a GPU
 
 
 def torch_rates(kind, total, warmup, start, end):
@@ -118,12 +119,6 @@ def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without, exact)
         assert mine.grad is other.grad is None or torch.allclose(mine.grad, other.grad, rtol=1e-5)
 
 
-class OfGpu(torch.Tensor):
-    """A norm that says that it is on a GPU."""
-
-    is_cuda = True
-
-
 @pytest.mark.parametrize("switch", [True, False])
 @pytest.mark.parametrize("name", ["sgd", "Adam", "adamw"])
 def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, switch, monkeypatch):
@@ -142,7 +137,7 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
                 scaler.scale(value * model(torch.ones(1, 3)).sum()).backward()
                 scaler.unscale_(optimizer)
                 norm = optimizers.clip(list(model.parameters()), 0, exact=False)
-                optimizers.step(optimizer, norm.as_subclass(OfGpu) if switch else norm)
+                optimizers.step(optimizer, norm.as_subclass(ON_GPU) if switch else norm)
                 scaler.update()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -23,8 +23,6 @@ parameter = torch.nn.Parameter(bucket[1:129].view(1, 128))
 parameter.grad = bucket[201:329].view(1, 128)
 optimizer.clip([parameter], 1.0, exact=True)
 """
-
-
 GPT = "-dataset tokens -tokens_samples 165"
 
 

@@ -67,13 +67,8 @@ def test_muon_trains_hidden_matrices_as_torchs_muon_and_all_else_as_torchs_adamw
     assert all(torch.equal(mine, other) for mine, other in copies.items())
 
 
-class TakesAnything(torch.optim.AdamW):
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-
-
 def test_an_optimizer_of_a_fork_gets_the_flags_that_it_can_take(monkeypatch):
-    monkeypatch.setitem(optimizer.BY_NAME, "Mine", TakesAnything)
+    monkeypatch.setitem(optimizer.BY_NAME, "Mine", lambda params, **options: torch.optim.AdamW(params, **options))
     args = config.parse_args("-optimizer mine -weight_decay 0.3 -optimizer_arg eps=1e-3".split())
     [made] = optimizer.get_optimizers(nn.Linear(2, 2), nn.Identity(), args)
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.0] and made.defaults["eps"] == 1e-3
