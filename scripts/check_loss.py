@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib.core import loss as losses
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.errors import UsageError
 
@@ -34,6 +35,19 @@ def check(criterion: Callable, outputs: Tensor, targets: Tensor) -> None:
         shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
         fault = "stretches them against each other: give both one shape"
         raise UsageError(f"{shapes}: the loss {type(criterion).__name__} {fault}")
+
+
+def check_metrics(criterion: Callable, batch: Any, figures: Any) -> None:
+    """Raise UsageError for a metric with a value for each target, (B, ...), where some of these are ignored."""
+    _, targets = losses.split_batch(batch)
+    ignored = getattr(criterion, "ignore_index", None)
+    if ignored is None or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return
+    for name, value in figures.items() if isinstance(figures, dict) else ():
+        is_each = isinstance(value, Tensor) and value.ndim > 1 and value.shape == targets.shape
+        if is_each and (targets.long() == ignored).any():
+            fault = f"has a value for each target, {tuple(value.shape)}, also for those that are ignored"
+            raise UsageError(f"metric {name!r} {fault}: give Ratio(sum, count) of the others")
 
 
 def warn_lost_terms(trainer: Any, loss: Any) -> None:

@@ -22,7 +22,7 @@ from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
 from scripts import check_model, check_samples, check_sums
-from scripts.check_sums import name_of
+from scripts.check_sums import name_of, text_of, walk
 
 log = logging.getLogger(__name__)
 BASE = "lib.trainer.trainer"
@@ -48,86 +48,99 @@ ADVICE = "changes with the number of micro-batches and processes"
 
 
 def warn(trainer: Any) -> None:
-    """Warn of methods that nothing calls, and of what `faults` finds. Raises UsageError for hooks without effect."""
+    """Warn of what a trainer, a model and data have without effect. Raises UsageError as `refuse_without_effect`."""
     refuse_without_effect(trainer)
-    check_samples.warn(trainer)
-    check_model.warn_lost_layers(find_parts(trainer).modules)
-    warn_of_epochs(trainer)
-    for name, flag in ignored_flags(trainer):
-        log.warning("-%s: the training ignores it, as this trainer has its own %s", flag, name)
+    check_samples.warn(trainer)  # on all processes, as what reads a sample may count it
+    if trainer.world.is_main:
+        check_model.warn_lost_layers(find_parts(trainer).modules)
+        for check in (warn_of_epochs, warn_of_flags, warn_of_methods, warn_of_steps, warn_of_files):
+            with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
+                check(trainer)
+
+
+def classes_of(trainer: Any) -> tuple[list[type], type]:
+    """Return a trainer's own classes, and the one that all extend."""
     kinds = type(trainer).__mro__
-    model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
     base = [one for one in kinds if hasattr(one, "optimizer_step")][-1]
-    own = kinds[: kinds.index(base)]
+    return [*kinds[: kinds.index(base)]], base
+
+
+def warn_of_methods(trainer: Any) -> None:
+    """Warn of methods of a trainer or a model that nothing calls."""
+    own, base = classes_of(trainer)
+    model = type(unwrap(trainer.model)).__mro__  # under FSDP, its first class is torch's
     names = {name for kind in own for name, one in vars(kind).items() if inspect.isfunction(one) and name[0] != "_"}
     names = names - {*dir(base), *dir(nn.Module)} | OF_OTHERS & {*dir(model[0])}
     names |= {name for name, one in vars(base).items() if inspect.isfunction(one) and name[0] != "_"} - {"fit"}
+    files = {kind.__module__ for kind in {*own, *model, base}} - {"builtins"}
+    files |= {"lib.core.optimizer", "lib.core.replicas", "lib.utils.checkpoint.just_in_time"}
+    text = "".join(_source(sys.modules.get(file)) for file in files if not file.startswith("torch."))
+    used = {*re.findall(r"(?<!def )\b\w+", text)}
+    for name in [] if re.search(r"getattr\(self, [^\"']", text) else sorted(names):
+        if name not in used:
+            hint = suggest(name, vars(base).keys() - {name})
+            log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
+
+
+def warn_of_steps(trainer: Any) -> None:
+    """Warn of flags that a step of one's own ignores, and of losses that FSDP does not sum."""
+    args, step, update = trainer.args, _source(type(trainer).training_step), _source(type(trainer).optimizer_step)
+    if args.train_metrics and step and not re.search(r"\.training_step\(|train_metrics", step):
+        log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
+    if args.parallel == "fsdp" and "full_tensor(" in step and not re.search("detach|no_grad", step):
+        hint = "take -parallel ddp (detach() it if it is a figure)"
+        log.warning("-parallel fsdp: a loss that adds full_tensor() gets a wrong gradient for it: %s", hint)
+    called = r"clip_grad\b|clip_gradients|(?<!def )optimizer_step\(|self\.(?!due_optimizers|log_scalar)\w+\("
+    if args.clip_grad and update and not re.search(called, update):
+        log.warning("-clip_grad: this optimizer_step ignores it: let it call self.clip_gradients(due)")
+    if args.fp16 and len(find_parts(trainer).optimizers) > 1 and re.search(r"clip_gradients\(\[", update):
+        log.warning("-fp16: gradients keep the scaler's factor but for optimizers that clip_gradients gets")
+
+
+def warn_of_files(trainer: Any) -> None:
+    """Warn of what `faults` finds in files of a trainer, its modules and its loss, and `counters` in the data's."""
+    own, base = classes_of(trainer)
     modules = {one for root in find_parts(trainer).modules.values() for one in root.modules()}
     parts = {kind for one in modules for kind in type(one).__mro__}
-    with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
-        files = {kind.__module__ for kind in {*own, *model, base}} - {"builtins"}
-        files |= {"lib.core.optimizer", "lib.core.replicas", "lib.utils.checkpoint.just_in_time"}
-        text = "".join(_source(sys.modules.get(file)) for file in files if not file.startswith("torch."))
-        used = {*re.findall(r"(?<!def )\b\w+", text)}
-        for name in [] if re.search(r"getattr\(self, [^\"']", text) else sorted(names):
-            if name not in used:
-                hint = suggest(name, vars(base).keys() - {name})
-                log.warning("neither its file nor lib calls %s, of the trainer or the model%s", name, hint)
-        step = _source(kinds[0].training_step)
-        is_logged = not step or re.search(r"\.training_step\(|train_metrics", step)
-        if trainer.args.train_metrics and not is_logged:
-            log.warning("-train_metrics: this training_step logs none; that of lib/trainer/trainer.py does")
-        if (
-            trainer.args.parallel == "fsdp"
-            and re.search(r"full_tensor\(", step)
-            and not re.search("detach|no_grad", step)
-        ):
-            hint = "take -parallel ddp (detach() it if it is a figure)"
-            log.warning("-parallel fsdp: a loss that adds full_tensor() gets a wrong gradient for it: %s", hint)
-        update = _source(kinds[0].optimizer_step)
-        clips = re.search(
-            r"clip_grad\b|clip_gradients|(?<!def )optimizer_step\(|self\.(?!due_optimizers|log_scalar)\w+\(", update
-        )
-        if trainer.args.clip_grad and update and not clips:
-            log.warning("-clip_grad: this optimizer_step ignores it: let it call self.clip_gradients(due)")
-        if trainer.args.fp16 and len(find_parts(trainer).optimizers) > 1 and re.search(r"clip_gradients\(\[", update):
-            log.warning("-fp16: gradients keep the scaler's factor but for optimizers that clip_gradients gets")
-        # Of what is ignored, the trainer's own loss knows, too; of what passes keep, the checkpoints.
-        known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
-        known |= set() if "losses.count_targets(" in _source(kinds[0].count_targets) else {"targets"}
-        known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
-        has_modes = any(isinstance(one, WITH_MODES) and getattr(one, "p", 1) for one in modules)
-        known |= set() if has_modes else {"mode"}
-        is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
-        for module in {sys.modules.get(kind.__module__) for kind in {*own, *parts, base}}:
-            source = _source(module) if OURS.match(getattr(module, "__file__", None) or "") else ""
-            divided = _lines_of_sums(source) if module is loss else set()
-            for line, fault in faults(source, is_cut, is_shared, known):
-                if line not in divided:
-                    log.warning("%s, line %d: %s", module.__file__, line, fault)
-        loader = trainer.loaders["train"]
-        kept = [value for one in nested(loader.dataset) for value in getattr(one, "__dict__", {}).values()]
-        parts = [*nested(loader.dataset), *(part for one in kept for part in replicas.own_parts(one))]
-        for kind in {type(one) for one in parts} if loader.workers else ():
-            for name in counters(_source(kind)) if replicas.is_own(kind) else ():
-                log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
+    # Of what is ignored, the trainer's own loss knows, too; of what passes keep, the checkpoints.
+    known = {"targets"} if getattr(trainer.loss, "ignore_index", -100) != -100 else set()
+    known |= set() if "losses.count_targets(" in _source(type(trainer).count_targets) else {"targets"}
+    known |= {name for one in modules for name, _ in one.named_buffers(recurse=False)}
+    in_modes = [
+        getattr(one, "p", getattr(one, "track_running_stats", 1)) for one in modules if isinstance(one, WITH_MODES)
+    ]
+    is_cut, is_shared = len(trainer.plan.cut(0)) > 1, trainer.world.size > 1
+    for module in {sys.modules.get(kind.__module__) for kind in {*own, *parts, base}}:
+        source = _source(module) if OURS.match(getattr(module, "__file__", None) or "") else ""
+        divided = _lines_of_sums(source) if module is loss else set()
+        for line, fault in faults(source, is_cut, is_shared, known, has_modes=any(in_modes)):
+            if line not in divided:
+                log.warning("%s, line %d: %s", module.__file__, line, fault)
+    for line, fault in faults_of_loss(trainer.loss, known) if is_cut and type(trainer.loss) in parts else ():
+        log.warning("%s, line %d: %s", inspect.getfile(type(trainer.loss)), line, fault)
+    loader = trainer.loaders["train"]
+    kept = [value for one in nested(loader.dataset) for value in getattr(one, "__dict__", {}).values()]
+    read = [*nested(loader.dataset), *(part for one in kept for part in replicas.own_parts(one))]
+    for kind in {type(one) for one in read} if loader.workers else ():
+        for name in counters(_source(kind)) if replicas.is_own(kind) else ():
+            log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
 
 
-def ignored_flags(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield parts of a run that its trainer has of its own, and flags that were set for them and are not used."""
-    own = [kind for kind in type(trainer).__mro__ if replicas.is_own(kind) and kind.__module__ != BASE]
-    texts = [_source(kind) for kind in own]
-    text = "".join(texts)
+def warn_of_flags(trainer: Any) -> None:
+    """Warn of flags that were set for parts of a run of which its trainer has its own, which do not use them."""
+    own, _ = classes_of(trainer)
+    files = "".join(map(_source, {sys.modules.get(kind.__module__) for kind in own}))
+    text = "".join(texts := [_source(kind) for kind in own])
     if "" in texts or re.search(r"\bargs[,)]", text):  # a function gets them all
         return
-    skips_loss = "def training_step" in text and not re.search(r"self\.loss\b|super\(\)\.training_step", text)
+    skips_loss = "def training_step" in text and not re.search(r"self\.loss\b|\.training_step\(", text)
     parts = {"loss": None if skips_loss else trainer.loss, "optimizer": trainer.optimizer}
     used = {**getattr(parts["loss"], "__dict__", {}), **getattr(parts["optimizer"], "param_groups", [{}])[0]}
     used["optimizer"] = type(trainer.optimizer).__name__.lower()
     used["class_weights"] = trainer.args.class_weights if getattr(parts["loss"], "weight", None) is not None else None
     parser = config.new_parser()
     for kind in plugins.BUILDERS:
-        parser.add_plugin_flags(plugins.load_flags(kind, getattr(trainer.args, kind)), kind)
+        parser.add_plugin_flags(sys.modules[f"lib.{kind}.{getattr(trainer.args, kind)}"], kind)
     for name, part in parts.items():
         inner = [*part.modules()] if isinstance(part, nn.Module) else [part]
         values = [value for one in inner for value in (one, *getattr(one, "__dict__", {}).values())]
@@ -135,9 +148,16 @@ def ignored_flags(trainer: Any) -> Iterator[tuple[str, str]]:
             continue
         for flag in OF_PARTS[name]:
             value = getattr(trainer.args, flag)
-            is_set = str(value) != str(parser.get_default(flag))  # which may be a text
-            if is_set and value != used.get(flag) and not re.search(rf"args\.{flag}\b", text):
-                yield name, flag
+            is_set = not _are_alike(value, parser.get_default(flag)) and value != used.get(flag)
+            if is_set and not re.search(rf"args\.{flag}\b", files):
+                log.warning("-%s: the training ignores it, as this trainer has its own %s", flag, name)
+
+
+def _are_alike(value: Any, default: Any) -> bool:
+    """Return whether a flag has its default, which may be a text."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float(value) == float(default)
+    return str(value) == str(default)
 
 
 def warn_of_epochs(trainer: Any) -> None:
@@ -149,9 +169,9 @@ def warn_of_epochs(trainer: Any) -> None:
         if isinstance(one, torch.optim.lr_scheduler.LRScheduler):
             ends = [getattr(one, key, 0) for key in ("T_max", "step_size")]
             last = max(*ends, *getattr(one, "milestones", ()))
-            if 1 < last <= trainer.plan.epochs:
-                advice = f"for {last} epochs write {last} * self.plan.steps"
-                log.warning("self.%s counts steps, and its %d are few: %s", name, last, advice)
+            if 1 < last <= trainer.plan.epochs and last < trainer.plan.steps:
+                advice = f"for {last:g} epochs write {last:g} * self.plan.steps"
+                log.warning("self.%s counts steps, and its %g end within the first epoch: %s", name, last, advice)
 
 
 def refuse_without_effect(trainer: Any) -> None:
@@ -168,55 +188,88 @@ def refuse_without_effect(trainer: Any) -> None:
 
 
 def faults(
-    source: str, is_cut: bool, is_shared: bool = False, known: Collection[str] = ()
+    source: str, is_cut: bool, is_shared: bool = False, known: Collection[str] = (), has_modes: bool = True
 ) -> Iterator[tuple[int, str]]:
     """Yield lines of a file, and what is wrong there: with losses if steps are cut, with evaluations, between passes.
 
-    `is_shared`: there are several processes. `known`: attributes that are saved, "targets" if those that a loss
-    ignores are not counted, and "mode" if no layer works otherwise in training mode.
+    `is_shared`: there are several processes. `known`: attributes that are saved, and "targets" if those that a loss
+    ignores are not counted. `has_modes`: a layer works otherwise in training mode.
     """
     tree = ast.parse(source)
-    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    functions = [one for one in walk(tree) if isinstance(one, ast.FunctionDef)]
+    imports = [one for one in walk(tree) if isinstance(one, ast.ImportFrom) and one.module == "torch.nn.functional"]
+    functional = {name.asname or name.name for one in imports for name in one.names}
     gathers = re.search(r"\bdist\w*\.\w*(gather|reduce)|all_gather|all_reduce|\.reduce\(|torchmetrics", source)
     for line in _other_models(functions):
         yield line, "evaluation_step uses another model than the one that is kept: see evaluated_weights"
     for function in functions:
         if is_shared:
-            if function.name in OF_A_SHARE and not gathers and "is_main" not in ast.unparse(function):
+            if function.name in OF_A_SHARE and not gathers and "is_main" not in text_of(function):
                 for line, name in _collected(function, functions):
                     yield line, f"self.{name} has what this process alone {OF_A_SHARE[function.name]}"
             yield from _own_loops(function)
             yield from _on_main_alone(function)
-        if function.name == "training_step":
-            for call in _calls(function):
-                if "clip_grad_" in name_of(call):
-                    yield call.lineno, "training_step clips no gradients, which come later: take -clip_grad"
+        clips = [one for one in _calls(function) if function.name == "training_step" and "clip_grad_" in name_of(one)]
+        yield from (
+            (one.lineno, "training_step clips no gradients, which come later: take -clip_grad") for one in clips
+        )
         yield from _read_ahead(function)
         yield from _read_late(function)
-        if function.name in ("on_evaluation", "on_epoch_end") and "mode" not in known:
+        if function.name in ("on_evaluation", "on_epoch_end") and has_modes:
             yield from _in_training_mode(function, functions)
         for line, name in _handed_on(function, functions):
             if name not in known:
                 yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
+        yield from _dropouts(function, functional)
     yield from _read_in_step(functions, is_shared)
     if is_cut:
         yield from _no_means(tree, knows_targets="targets" in known)
 
 
+def faults_of_loss(criterion: Any, known: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Yield lines of the file of a loss of one's own that is no mean over samples, and what is wrong there."""
+    source = _source(type(criterion)) if OURS.match(inspect.getfile(type(criterion))) else ""
+    if "self.reduction" in source and getattr(criterion, "reduction", "") != "sum":  # it has other ways, too
+        return
+    functions = [one for one in walk(ast.parse(source)) if isinstance(one, ast.FunctionDef) and one.name == "forward"]
+    for line, is_counted in [found for one in functions for found in check_sums.find(one)]:
+        place = line + inspect.getsourcelines(type(criterion))[1] - 1
+        if not is_counted:
+            yield place, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
+        elif "targets" not in known and not hasattr(criterion, "ignore_index"):
+            yield place, f"a mean over some targets, or weights of them, {ADVICE}: divide by the number of samples"
+
+
+def _dropouts(function: ast.FunctionDef, functional: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Yield lines of calls that drop values in evaluations as well; `functional`: what is imported by its name."""
+    given = {one.arg for one in [*function.args.args, *function.args.kwonlyargs]}
+    for call in _calls(function) if not re.search(r"\btrain", text_of(function)) else ():
+        options = {one.arg: text_of(one.value) for one in call.keywords}  # **others have no name
+        name, module = name_of(call), text_of(call.func).rpartition(".")[0]
+        if re.fullmatch(r"(feature_)?(alpha_)?dropout\d?d?", name) and len(call.args) < 3:
+            is_torch = module.split(".")[-1] in ("F", "functional") or (not module and name in functional)
+            share = options.get("p", text_of(call.args[1]) if len(call.args) > 1 else "0.5")
+        else:
+            is_torch = name == "scaled_dot_product_attention"
+            share = options.get("dropout_p", text_of(call.args[4]) if len(call.args) > 4 else "0")
+        if is_torch and None not in options and share not in ("0", "0.0", *given):
+            yield call.lineno, "dropout is on in evaluations, too: give it self.training"
+
+
 def _lines_of_sums(source: str) -> set[int]:
     """Return the lines of lib/core/loss.py with the sums that it divides elsewhere."""
-    functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    functions = [one for one in walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
     sums = [one for one in functions if one.name in ("_sum", "compute_metrics")]
     return {line for one in sums for line in range(one.lineno, (one.end_lineno or 0) + 1)}
 
 
 def _other_models(functions: list[ast.FunctionDef]) -> Iterator[int]:
     """Yield lines of an evaluation_step that does not use its model, and of an evaluate that gives it another."""
-    methods = {one.name for one in functions if "model" in ast.unparse(one)} - {"evaluation_step"}
+    methods = {one.name for one in functions if "model" in text_of(one)} - {"evaluation_step"}
     for function in functions:
         if function.name == "evaluation_step" and len(function.args.args) > 1:
-            names = {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
-            names |= {one.attr for one in ast.walk(function) if isinstance(one, ast.Attribute)}
+            names = {one.id for one in walk(function) if isinstance(one, ast.Name)}
+            names |= {one.attr for one in walk(function) if isinstance(one, ast.Attribute)}
             if not names & {function.args.args[1].arg, "model", *methods}:
                 yield function.lineno
         for call in _calls(function) if function.name == "evaluate" else ():
@@ -226,25 +279,25 @@ def _other_models(functions: list[ast.FunctionDef]) -> Iterator[int]:
 
 def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
     """Yield lines with losses that are no means over samples: those of micro-batches add up to another gradient."""
-    divided = {id(part) for one in ast.walk(tree) if _divides(one) for part in ast.walk(one)}
-    steps = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
+    divided = {id(part) for one in walk(tree) if _divides(one) for part in walk(one)}
+    steps = [one for one in walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "training_step"]
     for line, is_counted in [found for one in steps for found in check_sums.find(one)]:
         if not is_counted:
             yield line, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
         elif not knows_targets:
             yield line, f"a mean over some targets {ADVICE}: let count_targets return their number"
     counted = "return super().training_step("  # then the targets count that this one gets
-    for step in [one for one in steps if not knows_targets and counted not in ast.unparse(one)]:
+    for step in [one for one in steps if not knows_targets and counted not in text_of(one)]:
         for call in _calls(step):  # a copy of the targets: what is masked in place counts as such
-            of_tensor = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) not in ("torch", "np")
+            of_tensor = isinstance(call.func, ast.Attribute) and text_of(call.func.value) not in ("torch", "np")
             filled = [call.func.value] if of_tensor else call.args[1:]  # pyright: ignore[reportAttributeAccessIssue]
-            are_scores = re.search("logit|score|att|prob|weight", " ".join(map(ast.unparse, filled)))
-            if not are_scores and name_of(call) in ("masked_fill", "where") and "-100" in map(ast.unparse, call.args):
+            are_scores = re.search("logit|score|att|prob|weight", " ".join(map(text_of, filled)))
+            if not are_scores and name_of(call) in ("masked_fill", "where") and "-100" in map(text_of, call.args):
                 yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
     for call in _calls(tree):
         name = name_of(call)
         options = {one.arg: getattr(one.value, "value", one) for one in call.keywords}  # of constants the values
-        ignored = [ast.unparse(one.value) for one in call.keywords if one.arg == "ignore_index"]
+        ignored = [text_of(one.value) for one in call.keywords if one.arg == "ignore_index"]
         ignores = "loss" in name.lower() or name in WEIGHTED
         ignores &= any(not one.endswith(("-100", "ignore_index")) for one in ignored)
         # A class takes the weights first, a function after outputs and targets.
@@ -268,10 +321,10 @@ def _source(one: Any) -> str:
 
 def counters(source: str) -> set[str]:
     """Return the attributes that a class of a dataset or a transform adds to while samples are read."""
-    functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    functions = [one for one in walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
     readers = [one for one in functions if re.match("__getitem|__call__|forward$|transform$", one.name)]
     called = {name_of(call) for reader in readers for call in _calls(reader)}
-    nodes = [node for one in functions if one in readers or one.name in called for node in ast.walk(one)]
+    nodes = [node for one in functions if one in readers or one.name in called for node in walk(one)]
     sums = [one.target for one in nodes if isinstance(one, ast.AugAssign)]
     found = {name for one in sums for name in _attributes(one, ast.expr_context)}
     for one in [one for one in nodes if isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp)]:
@@ -284,8 +337,8 @@ def _collected(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> I
 
     `functions`: all of the file; those that this one calls count as well. What reset() empties is of one call.
     """
-    called = {name_of(one) for one in _calls(function) if ast.unparse(one.func) == f"self.{name_of(one)}"}
-    nodes = [*ast.walk(function), *(node for one in functions if one.name in called for node in ast.walk(one))]
+    called = {name_of(one) for one in _calls(function) if text_of(one.func) == f"self.{name_of(one)}"}
+    nodes = [*walk(function), *(node for one in functions if one.name in called for node in walk(one))]
     emptied = {"metrics"}  # the trainer's, which are summed over all processes
     for one in [one for one in nodes if isinstance(one, ast.Call) and name_of(one) == "reset"]:
         emptied |= _attributes(one.func, ast.expr_context)
@@ -319,11 +372,12 @@ def _adds_to(node: ast.AST) -> list[ast.expr]:
 
 def _in_training_mode(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> Iterator[tuple[int, str]]:
     """Yield lines of a hook, and of functions that it calls, that use the model as it was trained last."""
-    called = {name_of(one) for one in _calls(function)}
-    for one in [function, *(other for other in functions if other.name in called)]:
-        is_left = re.search(r"evaluating\(|\.eval\(|train\(", ast.unparse(one) + ast.unparse(function))
-        for call in [] if is_left else _calls(one):
-            if ast.unparse(call.func) == "self.model":
+    called = {name_of(one) for one in _calls(function) if text_of(one.func) == f"self.{name_of(one)}"}
+    used = [function, *(other for other in functions if other.name in called)]
+    is_meant = re.search(r"evaluating\(|\beval\(|train\(|running_stats|update_bn", "".join(map(text_of, used)))
+    for one in [] if is_meant else used:
+        for call in _calls(one):
+            if text_of(call.func) == "self.model":
                 advice = "on all processes: with self.evaluating(), torch.no_grad()"
                 yield (
                     call.lineno,
@@ -333,34 +387,34 @@ def _in_training_mode(function: ast.FunctionDef, functions: list[ast.FunctionDef
 
 def _own_loops(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines of loops over a loader's first batches, or that never ask whether one is padding."""
-    for loop in [one for one in ast.walk(function) if isinstance(one, ast.For | ast.comprehension)]:
-        if not any(name_of(one) == "epoch" and "loader" in ast.unparse(one.func) for one in _calls(loop.iter)):
+    for loop in [one for one in walk(function) if isinstance(one, ast.For | ast.comprehension)]:
+        if not any(name_of(one) == "epoch" and "loader" in text_of(one.func) for one in _calls(loop.iter)):
             continue
-        loops = [one for one in ast.walk(loop) if one is not loop and isinstance(one, LOOPS)]
-        inner = {id(each) for one in loops for each in ast.walk(one)}
-        ends = [one for one in ast.walk(loop) if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Break)]
-        tests = [ast.unparse(one.test) for one in ends if id(one) not in inner]
+        loops = [one for one in walk(loop) if one is not loop and isinstance(one, LOOPS)]
+        inner = {id(each) for one in loops for each in walk(one)}
+        ends = [one for one in walk(loop) if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Break)]
+        tests = [text_of(one.test) for one in ends if id(one) not in inner]
         ends = [one for one in tests if "stop" not in one and not re.fullmatch(r"not .*count|.*count == 0", one)]
-        if ends or "islice" in ast.unparse(loop.iter):
+        if ends or "islice" in text_of(loop.iter):
             fault = "the first batches are others on each number of processes"
             yield loop.iter.lineno, f"{fault}: take a Subset in get_dataset"
-        elif not re.search(r"\.count\b|train_step", ast.unparse(function)):
+        elif not re.search(r"\.count\b|train_step", text_of(function)):
             fault = "a process may get a step's last micro-batch once more, as padding"
             yield loop.iter.lineno, f"{fault}: leave it out if micro_batch.count is 0"
 
 
 def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines where some processes alone call what all must call together: they would wait for the others."""
-    fields = [getattr(node, name, []) for node in ast.walk(function) for name in ("body", "orelse", "finalbody")]
+    fields = [getattr(node, name, []) for node in walk(function) for name in ("body", "orelse", "finalbody")]
     found: list[tuple[ast.expr, list, list]] = []  # a test, what follows where it holds, and where not
     for block in [one for one in fields if isinstance(one, list)]:
         for place, one in enumerate(block):
             if isinstance(one, ast.If):
                 ends = isinstance(one.body[-1], ast.Return | ast.Continue)
                 found.append((one.test, one.body, [*one.orelse, *(block[place + 1 :] if ends else [])]))
-    found += [(one.values[0], one.values[1:], []) for one in ast.walk(function) if isinstance(one, ast.BoolOp)]
+    found += [(one.values[0], one.values[1:], []) for one in walk(function) if isinstance(one, ast.BoolOp)]
     for test, *sides in found:
-        texts = [ast.unparse(part) for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
+        texts = [text_of(part) for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):  # with others the main process goes on
             texts = [text for text in texts if re.match(r"not |.*(!= 0|> 0|\brank(\(\))?)$", text)]
         if any("size" in text for text in texts) or not any(re.fullmatch(BY_RANK, text) for text in texts):
@@ -368,7 +422,7 @@ def _on_main_alone(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         calls = [[call for statement in side for call in _calls(statement)] for side in sides]
         for mine, theirs in (calls, calls[::-1]):
             for call in mine:
-                text = ast.unparse(call.func)
+                text = text_of(call.func)
                 is_collective = re.fullmatch(r"self\.\w+|(torch\.)?(distributed|dist)\.\w+", text)
                 if is_collective and name_of(call) in COLLECTIVE - {name_of(other) for other in theirs}:
                     yield call.lineno, f"{text} waits for all processes: call it on each"
@@ -379,7 +433,7 @@ def _handed_on(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> I
 
     `functions`: all of the file; those that this one has called before may have set some.
     """
-    uses = [*ast.walk(function)] if "detach" in ast.unparse(function) or "repackage" in ast.unparse(function) else []
+    uses = [*walk(function)] if "detach" in text_of(function) or "repackage" in text_of(function) else []
     statements = [one for one in uses if isinstance(one, ast.stmt) and one is not function]
     stores = [(one.end_lineno or 0, _attributes(one, ast.Store)) for one in statements]
     begun = {one: _attributes(one, ast.Store) for one in function.body if uses and not isinstance(one, ast.If)}
@@ -390,14 +444,14 @@ def _handed_on(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> I
         name = name_of(node) if isinstance(node, ast.Call) else ""
         if name == "detach":
             loads = _attributes(node, ast.Load) - {"detach"}
-        elif re.search("detach_|repackage", name) or (not name and ".detach()" in ast.unparse(node)):
+        elif re.search("detach_|repackage", name) or (not name and ".detach()" in text_of(node)):
             loads = _attributes(node, ast.Load)
         else:
             continue
         later = {name for end, names in stores if end >= node.lineno for name in names}
         of_this_pass = {name for one, names in begun.items() if one.lineno < node.lineno for name in names}
         for one in begun:  # what is emptied at the end has been filled in this pass
-            if isinstance(one, ast.Assign) and ast.unparse(one.value) in EMPTY:
+            if isinstance(one, ast.Assign) and text_of(one.value) in EMPTY:
                 of_this_pass |= begun[one]
         for name in sorted(loads & later - of_this_pass):
             yield node.lineno, name
@@ -405,32 +459,32 @@ def _handed_on(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> I
 
 def _attributes(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
     """Return the names of the attributes of `self` that are read or set in this node."""
-    found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, context)]
+    found = [one for one in walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, context)]
     return {one.attr for one in found if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
 def _read_ahead(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines of a train_step that goes through its batches by itself, and does not seed the passes."""
-    is_seeded = re.search(r"seeding\.|call_training_step|super\(\)\.train_step", ast.unparse(function))
+    is_seeded = re.search(r"seeding\.|call_training_step|super\(\)\.train_step", text_of(function))
     if function.name == "train_step" and len(function.args.args) > 1 and not is_seeded:
         given = function.args.args[1].arg
-        loops = [one for one in ast.walk(function) if isinstance(one, ast.For) and not _calls_own(one)]
-        loops += [one.generators[0] for one in ast.walk(function) if isinstance(one, ast.ListComp)]
+        loops = [one for one in walk(function) if isinstance(one, ast.For) and not _calls_own(one)]
+        loops += [one.generators[0] for one in walk(function) if isinstance(one, ast.ListComp)]
         read = [one.iter for one in loops]
-        read += [one.value for one in ast.walk(function) if isinstance(one, ast.Starred)]
+        read += [one.value for one in walk(function) if isinstance(one, ast.Starred)]
         read += [arg for call in _calls(function) if name_of(call) in ("list", "tuple") for arg in call.args]
-        for one in [one for one in read if given in re.findall(r"\w+", ast.unparse(one))]:
+        for one in [one for one in read if given in re.findall(r"\w+", text_of(one))]:
             advice = "before each pass that comes later, seeding.seed(seeding.PASS, seed, step, micro_batch.number)"
             yield one.lineno, f"train_step reads {given}, which seeds the generators for each as it comes: {advice}"
 
 
 def _read_late(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield lines of a step that uses what logging and saving fill or empty."""
-    uses = [*ast.walk(function)] if function.name in IN_STEP else []
-    last = [one.value for one in uses if isinstance(one, ast.Subscript) and ast.unparse(one.slice) == "-1"]
+    uses = [*walk(function)] if function.name in IN_STEP else []
+    last = [one.value for one in uses if isinstance(one, ast.Subscript) and text_of(one.slice) == "-1"]
     last += [one.value for one in uses if isinstance(one, ast.Attribute) and one.attr == "append"]
     for one in [one for one in uses if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)]:
-        text = ast.unparse(one)
+        text = text_of(one)
         if re.fullmatch(r"self\.(state\.(grad_norm|bad_\w+)|pending_(losses|norms))", text) and one not in last:
             advice = "keep your own in a saved buffer; self.pending_losses[-1] has this step's losses"
             yield one.lineno, f"{text} depends on when the run logs and saves: {advice}"
@@ -444,21 +498,21 @@ def _read_in_step(functions: list[ast.FunctionDef], is_shared: bool) -> Iterator
     called = {name_of(call) for one in functions if one.name in IN_STEP for call in _calls(one)} - METHODS
     attributes = {name for one in functions for name in _epochs(one) if name.startswith("self.")}
     for function in [one for one in functions if one.name in IN_STEP | called]:
-        is_reset = re.search(r"seeding\.|rng", ast.unparse(function)) and not is_shared
+        is_reset = re.search(r"seeding\.|rng", text_of(function)) and not is_shared
         iterators = attributes | _epochs(function)
         for call in [] if is_reset else _calls(function):
             if (
                 name_of(call) == "next"
                 and call.args
-                and (_is_epoch(call.args[0]) or ast.unparse(call.args[0]) in iterators)
+                and (_is_epoch(call.args[0]) or text_of(call.args[0]) in iterators)
             ):
                 yield call.lineno, OF_LOADER
 
 
 def _epochs(function: ast.FunctionDef) -> set[str]:
     """Return names and attributes that this function sets to the batches of a loader."""
-    assigned = [one for one in ast.walk(function) if isinstance(one, ast.Assign) and _is_epoch(one.value)]
-    return {ast.unparse(target) for one in assigned for target in one.targets}
+    assigned = [one for one in walk(function) if isinstance(one, ast.Assign) and _is_epoch(one.value)]
+    return {text_of(target) for one in assigned for target in one.targets}
 
 
 def _is_epoch(node: ast.expr) -> bool:
@@ -470,11 +524,11 @@ def _is_epoch(node: ast.expr) -> bool:
 
 def _calls_own(node: ast.AST) -> bool:
     """Whether a method of `self`, or a backward pass, is called in this node."""
-    return any(ast.unparse(call.func).startswith("self.") or name_of(call) == "backward" for call in _calls(node))
+    return any(text_of(call.func).startswith("self.") or name_of(call) == "backward" for call in _calls(node))
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:
-    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return [one for one in walk(node) if isinstance(one, ast.Call)]
 
 
 def _divides(node: ast.AST) -> bool:

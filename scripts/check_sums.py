@@ -1,6 +1,7 @@
 """Finds sums over a micro-batch, and means over a part of it, in the loss that a training_step returns."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -22,13 +23,17 @@ FACTS = set("device dtype shape size ndim numel len".split())  # of a tensor, wi
 RANKS = set("argsort sort topk kthvalue randperm".split())  # masks by ranks leave equally many of each sample
 
 
+walk = functools.cache(lambda node: [*ast.walk(node)])  # of the same nodes, again and again
+text_of = functools.cache(ast.unparse)
+
+
 class Step:
     """A training_step: what its names are at a line, and which come from the batch. What is unclear is no fault."""
 
     def __init__(self, function: ast.FunctionDef):
-        inner = [one for one in ast.walk(function) if isinstance(one, ast.FunctionDef | ast.Lambda)][1:]
-        hidden = {id(each) for one in inner for each in ast.walk(one)}
-        self.nodes = [one for one in ast.walk(function) if id(one) not in hidden]
+        inner = [one for one in walk(function) if isinstance(one, ast.FunctionDef | ast.Lambda)][1:]
+        hidden = {id(each) for one in inner for each in walk(one)}
+        self.nodes = [one for one in walk(function) if id(one) not in hidden]
         self.values: list[tuple[int, str, ast.expr]] = []  # the line after which a name has a value
         for one in self.nodes:
             if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
@@ -64,7 +69,7 @@ class Step:
         return node
 
     def of_batch(self, node: ast.expr) -> bool:
-        return any(isinstance(one, ast.Name) and one.id in self.batch for one in ast.walk(node))
+        return any(isinstance(one, ast.Name) and one.id in self.batch for one in walk(node))
 
     def faults(self, node: ast.expr | None, is_divided: bool = False) -> Iterator[tuple[int, bool]]:
         """Yield lines of sums that are added to a loss, and whether each is a mean over a part of the batch."""
@@ -115,7 +120,7 @@ class Step:
             return True
         node = self.value(node) or node
         if isinstance(node, ast.Subscript | ast.Attribute):
-            key = ast.unparse(node.slice).strip("'") if isinstance(node, ast.Subscript) else node.attr
+            key = text_of(node.slice).strip("'") if isinstance(node, ast.Subscript) else node.attr
             is_named = re.fullmatch(MASK, key) and self.is_given(node.value)  # batch["mask"], batch.mask
             return bool(is_named) or self.is_mask(node.value)
         if isinstance(node, ast.UnaryOp):
@@ -213,7 +218,7 @@ def name_of(call: ast.Call) -> str:
 
 
 def _is_torch(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in ("torch", "F", "functional")
+    return isinstance(call.func, ast.Attribute) and text_of(call.func.value) in ("torch", "F", "functional")
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:
@@ -227,5 +232,5 @@ def _is_unreduced(call: ast.Call) -> bool:
 
 
 def _reduction(call: ast.Call) -> str:
-    given = [ast.unparse(one.value).strip("'") for one in call.keywords if one.arg == "reduction"]
+    given = [text_of(one.value).strip("'") for one in call.keywords if one.arg == "reduction"]
     return given[0] if given else "mean"

@@ -367,13 +367,18 @@ def check(made: Exportable, program: Callable):
         values = random_inputs(made, count)
         shape = tuple(values.shape)
         try:
-            wanted = [one for one in pytree.tree_leaves(made.model(values.clone())) if isinstance(one, Tensor)]
+            outputs = [pytree.tree_leaves(made.model(values.clone())) for _ in range(2)]
+            wanted, again = ([one for one in some if isinstance(one, Tensor)] for some in outputs)
         except Exception as error:
             if count == BATCHES[-1]:  # longer than its table of positions, whatever it raises
                 continue
             raise UsageError(f"the model takes no inputs of {shape} ({reason_of(error)}){hint}") from error
         if not wanted:
             raise UsageError("the model returns no tensor: there is nothing to export")
+        if not all(map(is_close, wanted, again)):
+            raise UsageError(
+                "the model gives other outputs each time, as with a dropout that self.training does not end"
+            )
         try:
             found = [one for one in pytree.tree_leaves(program(values.clone())) if isinstance(one, Tensor)]
         except Exception as error:  # noqa: BLE001  # of another library

@@ -70,7 +70,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
             raise UsageError(f"{shapes}: this -loss needs real numbers of one shape, (samples, 1) for -num_classes 1")
         kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
         outputs, targets = outputs.to(kind), targets.to(kind)
-    elif {(), (1,)} == {tuple(outputs.shape[1:]), tuple(getattr(targets, "shape", ())[1:])}:  # one is a column
+    elif outputs.ndim + getattr(targets, "ndim", 0) == 3 and 1 in (outputs.shape[-1], targets.shape[-1]):
         call_optional("scripts.check_loss", "check", criterion, outputs, targets)
     return ForwardResult(criterion(outputs, targets), targets, outputs)
 

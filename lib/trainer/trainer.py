@@ -20,7 +20,7 @@ from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import State, find_parts, model_tensors
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import MicroBatch
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, call_optional
 from lib.utils.monitoring import metrics, throughput
 from lib.utils.monitoring.logger import Logger
 
@@ -450,6 +450,7 @@ class Trainer:
                     if self.checks.count_collectives() != before:
                         raise UsageError("evaluation_step exchanges values, not on all ranks: give Ratio(sum, count)")
                     if micro_batch.count and (isinstance(count, Tensor) or count):  # the mean over nothing is NaN
+                        call_optional("scripts.check_loss", "check_metrics", self.loss, batch, given)
                         totals.update(given, micro_batch.count)
                 if is_stopped := may_stop and self.stop.tick(training=False):
                     break

@@ -60,8 +60,8 @@ class Sums:
         for name, value in values.items():
             if samples is not None and not isinstance(value, Ratio):
                 if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
-                    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-                    found = f"metric {name!r} of a batch of {samples} samples is {value!r:.40}{shape}"
+                    given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"
+                    found = f"metric {name!r} of a batch of {samples} samples is {given}"
                     raise UsageError(f"{found}: give a tensor with a value for each, (B,), or Ratio(sum, count)")
                 value = ratio(value)
             is_ratio = isinstance(value, Ratio)

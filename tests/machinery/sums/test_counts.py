@@ -15,6 +15,7 @@ from lib.core import loss as losses
 from lib.trainer import trainer
 from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors
+from scripts import check_loss
 
 FLAGS = "-num_classes 4 -batch_size 16 -epochs 2 -optimizer sgd -lr_start 0.1 -lr_schedule constant -log_every 1"
 SEED = torch.Generator().manual_seed(3)
@@ -86,6 +87,13 @@ def test_ignored_targets_weigh_nothing_for_any_micro_batch_engine_and_number_of_
 def masked_in_place(batch):
     batch[1].masked_fill_(batch[0][:, 0] > 0, -100)
     return batch
+
+
+def test_a_metric_of_each_target_does_not_count_ignored_ones():
+    targets, criterion = torch.tensor([[1, 2], [3, -100]]), losses.CrossEntropy()
+    check_loss.check_metrics(criterion, (targets, targets[:, 0]), {"own": targets, "sure": targets[0]})
+    fault = usage_error(check_loss.check_metrics, criterion, (targets, targets), {"own": targets * 1.0})
+    assert "metric 'own' has a value for each target, (2, 2), also for those that are ignored" in fault
 
 
 class Stretching(nn.MSELoss):
