@@ -33,8 +33,7 @@ def describe(args) -> dict[str, int | None]:
     """Return the size of the vocabulary: 256 bytes, or what scripts/make_tokens.py has written down, or GPT-2's."""
     if not find_files(args.data):
         return {"num_classes": 256}
-    meta = read_meta(args.data)
-    if meta is not None:
+    if (meta := read_meta(args.data)) is not None:
         return {"num_classes": meta.get("vocabulary")}
     is_unknown = Path(args.data, "meta.pkl").exists()  # nanoGPT's, which could run any code: it is not read
     return {"num_classes": None if is_unknown else 50257}
@@ -50,15 +49,13 @@ def get_dataset(args) -> dict[str, Dataset]:
     if files := find_files(args.data):
         meta = read_meta(args.data) or {}
         if args.num_classes is None:
-            fault = "meta.json has no vocabulary, or is odd: give -num_classes, of all tokens"
-            raise UsageError(f"{args.data}: {fault} (nanoGPT's meta.pkl has vocab_size)")
+            raise UsageError(f"{args.data}: meta.json has no vocabulary, or is odd: give -num_classes, of all tokens")
         parts = {split: token_files.open_split(split, some, args.num_classes, meta) for split, some in files.items()}
     else:
         parts = token_files.read_texts(args.data)
     for split, part in parts.items():
         if not 0 < args.tokens_length < len(part):
-            fault = f"{split} has {len(part):,} tokens, and a sample needs one more than its length"
-            raise UsageError(f"-tokens_length {args.tokens_length}: {fault}")
+            raise UsageError(f"-tokens_length {args.tokens_length}: {split} has {len(part):,} tokens: too few")
     train = Windows(parts.pop("train"), args, args.tokens_samples, args.seed if args.shuffle else None)
     few = -(-args.tokens_samples // 16)
     return {"train": train, **{split: Windows(part, args, few) for split, part in parts.items()}}
@@ -69,8 +66,7 @@ def get_transform(args):
 
     def transform(text: str | bytes) -> Tensor:
         if args.num_classes != 256:
-            hint = "in scripts/predict.py, load takes a tensor of tokens"
-            raise UsageError(f"-num_classes {args.num_classes}: only models of bytes read a text; {hint}")
+            raise UsageError("only models of bytes (-num_classes 256) read a text; predict.load takes tokens, too")
         return torch.tensor([*(text.encode() if isinstance(text, str) else text)][-args.tokens_length :])
 
     return transform
@@ -116,14 +112,15 @@ class Windows(Dataset):
 def find_files(data: str) -> dict[str, list[Path]]:
     """Return the token files of each split, in order; none without those of train.
 
-    They are DATA/train.bin, or else those with the word train (training) in their names, or else those in DATA/train.
+    They are DATA/train.bin, or else those with the word train (training) in their names, or those in such a folder.
     """
-    loose = sorted(file for file in Path(data).glob("*.bin") if not is_debris(file.name))
+    loose, nested = (sorted(Path(data).glob(one)) for one in ("*.bin", "*/*.bin"))
     found = {}
     for split in ("train", "val", "test"):
-        named = [file for file in loose if split_of(file.stem) == split]
-        inner = sorted(file for file in Path(data, split).glob("*.bin") if not is_debris(file.name))
-        found[split] = [file for file in named if file.stem == split] or named or inner
+        named = [file for file in loose if split_of(file.stem) == split and not is_debris(file.name)]
+        inner = [file for file in nested if split_of(file.parent.name) == split and not is_debris(file.name)]
+        alone = [file for file in inner if file.parent.name == split]
+        found[split] = [file for file in named if file.stem == split] or named or alone or inner
     return {split: some for split, some in found.items() if some} if found["train"] else {}
 
 

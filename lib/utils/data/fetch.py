@@ -139,7 +139,9 @@ class Fetcher:
                 return
             if isinstance(answer[1], UsageError):
                 raise answer[1]
-            yield next(unread), answer[1]
+            if answer[0].indices != (one := next(unread)).indices:
+                raise UsageError("loader processes answer in another order: the DataLoader needs in_order=True")
+            yield one, answer[1]
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
@@ -158,7 +160,6 @@ class Fetch(Dataset):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed, self.length = seed, len(dataset)
         self.by_epoch = [one for one in nested(dataset) if hasattr(one, "set_epoch")][::-1]  # the whole comes last
-        self.places: dict[int, int] = {}  # of files that others have open as well, by copies of their descriptors
         self.requests: Iterable[tuple[int, MicroBatch]] = ()  # of the epoch that is read
         self.collate_fn = collate_fn or option(dataset, "collate_fn") or default_collate
 
@@ -176,14 +177,12 @@ class Fetch(Dataset):
             with no_exit():  # sys.exit would end a worker without a message
                 self.set_epoch(epoch)
                 batch = files.retry(lambda: self._read(epoch, micro_batch.indices, rows))
-                if fault := self.shared_file():
-                    raise fault
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
             if "utils/collate" in str(traceback.extract_tb(error.__traceback__)[-1]) and "memory" not in str(error):
                 error = UsageError(f"{error}: give the dataset a collate_fn, which joins its samples")
-            if isinstance(error := self.shared_file() or error, UsageError):
+            if isinstance(error, UsageError):
                 return micro_batch, UsageError(f"{error} (while {place})")  # raised, it would show a worker's
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes
             raise RuntimeError(f"{text} (while {place})") from error
@@ -197,15 +196,6 @@ class Fetch(Dataset):
             part.set_epoch(epoch)
             if len(self.dataset) != self.length:
                 raise UsageError(f"set_epoch({epoch}) changes the number of samples, {self.length} before")
-
-    def shared_file(self) -> UsageError | None:
-        """Return what is wrong if a worker process has read from a file that others have open as well."""
-        for number, place in self.places.items():
-            end = os.fstat(number).st_size if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_RDWR else sys.maxsize
-            if place != os.lseek(number, 0, os.SEEK_CUR) < end:  # at the end of one that is written, as a log
-                fault = f"{Path(f'/dev/fd/{number}').readlink()} was open before the loader processes began"
-                return UsageError(f"{fault}, and they share its place: open it at first use, in __getitem__")
-        return None
 
     def _read(self, epoch: int, indices: list[int], rows: list[int]) -> Any:
         """Return the dataset's items in these rows, or a whole batch if the dataset gives batches."""
@@ -225,20 +215,26 @@ class Fetch(Dataset):
 
 
 def begin_worker(parent: int, number: int) -> None:
-    """End this worker process with its parent, at once, as torch (2.15) may not; note the files that it shares."""
+    """End this worker process with its parent, at once, as torch (2.15) may not; open its files again."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # that is, with the thread that started it: the main one
     if os.getppid() != parent:  # it was gone before that
         os._exit(FAILED)
-    places = {os.dup(file): os.lseek(file, 0, os.SEEK_CUR) for file in files_to_read()}
-    vars(torch.utils.data.get_worker_info().dataset)["places"] = places  # pyright: ignore[reportOptionalMemberAccess]
+    for file in [*files_to_read()]:  # whose place it would share with other processes
+        path, flags = f"/dev/fd/{file}", fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        is_ours = os.access(path, os.R_OK)  # else whoever reads it gets an error
+        again = os.open(path, flags) if is_ours else os.open(os.devnull, os.O_WRONLY)
+        os.lseek(again, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(again, file, inheritable=False)
+        os.close(again)
 
 
 def files_to_read() -> Iterator[int]:
     """Yield the descriptors of files to read that are open here: forked processes share their places."""
-    for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir())[:128]:  # more are not watched
+    for number in sorted(int(one.name) for one in Path("/dev/fd").iterdir()):
         with contextlib.suppress(OSError):
-            is_read = not fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_WRONLY | os.O_APPEND)
-            if number > 2 and is_read and stat.S_ISREG(os.fstat(number).st_mode):
+            flags, about = fcntl.fcntl(number, fcntl.F_GETFL), os.fstat(number)
+            is_log = flags & os.O_RDWR and os.lseek(number, 0, os.SEEK_CUR) == about.st_size  # to which all write
+            if number > 2 and not (is_log or flags & (os.O_WRONLY | os.O_APPEND)) and stat.S_ISREG(about.st_mode):
                 yield number
 
 

@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -53,20 +54,24 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
             next(iter(fetcher(0, [micro_batch(indices)])))
 
 
-def test_a_file_whose_place_loader_processes_share_is_refused_by_its_name(tmp_path):
-    def read(file, index):
-        file.seek(index << 16)
-        return file.read(1 << 16)
+def test_loader_processes_share_no_place_in_a_file_that_was_open_before(tmp_path):
+    def read(index):
+        file.seek(index)
+        time.sleep(0.02)
+        return file.read(1)[0]
 
-    (tmp_path / "records").write_bytes(bytes(8 << 16))
-    file = (tmp_path / "records").open("r+b")
-    shared = Items([functools.partial(read, file, index) for index in range(8)])
-    own = Items([lambda index=index: read((tmp_path / "records").open("rb"), index) for index in range(8)])
-    for items, workers in ((shared, 0), (own, 2), (shared, 1)):  # a start reads by a process of its own, too
-        fetcher = Fetcher(items, 0, workers, pin=False, collate_fn=len)
-        refusal = pytest.raises(UsageError, match="records was open before the loader processes began")
-        with contextlib.closing(fetcher), refusal if items is shared and workers else contextlib.nullcontext():
-            assert len([*fetcher(0, [micro_batch([index]) for index in range(8)])]) == 8
+    (tmp_path / "records").write_bytes(bytes(range(8)))
+    with (tmp_path / "records").open("r+b", buffering=0) as file:
+        fetcher = Fetcher(Items([functools.partial(read, row) for row in range(8)]), 0, 2, pin=False, collate_fn=list)
+        with contextlib.closing(fetcher):
+            rows = [batch for _, batch in fetcher(0, [micro_batch([row]) for row in range(8)])]
+        assert rows == [[row] for row in range(8)]
+
+
+def test_answers_in_another_order_are_refused():
+    fetcher = Fetcher(Items([*range(8)]), 0, 0, pin=False)
+    fetcher.loader = type("Mixed", (list,), {"num_workers": 2})([(micro_batch([1]), 1)])
+    assert "answer in another order" in usage_error(next, fetcher(0, [micro_batch([0])]))
 
 
 def test_a_number_of_samples_that_set_epoch_changes_is_refused():

@@ -116,12 +116,14 @@ def test_images_whose_range_is_not_known_are_refused_by_name(tmp_path):
 def test_half_of_the_images_are_mirrored_and_all_are_normalized():
     images, draws = torch.randint(0, 256, (60, 3, 32, 24), dtype=torch.uint8), torch.rand(60, 8)
     mean, deviation = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-    got, labels = Pixels(mean, deviation, mirror=True)((images, torch.arange(60)), draws)
+    batch = images, torch.arange(60), images[:, 0], torch.eye(60)[:, :24]
+    got, labels, masks, rows = Pixels(mean, deviation, mirror=True)(batch, draws)
     assert got.dtype == torch.float32 and torch.equal(labels, torch.arange(60))
     wanted = (images / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(deviation)[:, None, None]
     mirrored = draws[:, 2] < 0.5
     assert 10 < mirrored.sum() < 50 and torch.allclose(got[mirrored], wanted[mirrored].flip(3), atol=1e-5)
     assert torch.allclose(got[~mirrored], wanted[~mirrored], atol=1e-5)
+    assert torch.equal(masks[mirrored], images[mirrored, 0].flip(2)) and torch.equal(rows, batch[3])
     still, _ = Pixels((0.0,), (1 / 255,))((images, labels), draws)
     assert torch.allclose(still, images.float(), atol=1e-4)
     for other in ((still, labels), {"image": images}):
