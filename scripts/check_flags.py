@@ -6,6 +6,13 @@ from lib.config import BUILDERS, Args, new_parser, plugins, to_yaml
 from lib.utils.errors import UsageError
 
 
+def check_slurm(args: Args) -> None:
+    """Raise UsageError for options of sbatch that the rest of the batch script would not know."""
+    for word in args.slurm_arg:
+        if flag := {"signal": "-slurm_signal_s", "cpus-per-task": "-slurm_cpus"}.get(word.partition("=")[0]):
+            raise UsageError(f"-slurm_arg {word}: take {flag}")
+
+
 def check(args: Args) -> None:
     """Raise UsageError for a flag that config.yaml would give another value, or could not keep."""
     parser = new_parser()

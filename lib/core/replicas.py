@@ -56,6 +56,10 @@ class Checks:
     """What is checked before each evaluation and save of a trainer, on all ranks alike."""
 
     def __init__(self, trainer: Any):
+        roots = [root for part, root in find_parts(trainer).modules.items() if part != "model"]
+        for one in [one for root in roots for one in root.modules()]:
+            if type(one).__module__ == "torch.nn.modules.loss":  # its weights are this start's, as an edit has them
+                one._non_persistent_buffers_set |= {*one._buffers}
         self.trainer, self.parts = trainer, parts_of(trainer)
         self.schema = shards.schema(find_parts(trainer).weights())
         data = trainer.loaders["train"].dataset
@@ -65,6 +69,8 @@ class Checks:
         is_weighted = type(trainer.loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and trainer.loss.weight is not None
         if is_given and (is_weighted or getattr(trainer.loss, "reduction", "mean") == "sum"):
             raise UsageError(f"-loss {trainer.args.loss} must be the mean over a batch, no sum; see lib/core/loss.py")
+        for group in [group for one in find_parts(trainer).optimizers.values() for group in one.param_groups]:
+            group["as_made"] = {key: one for key, one in group.items() if isinstance(one, PLAIN) and "lr" not in key}
         self.compare("at the start: of the samples, a loader gives each its share")
         self.said: dict[str, list[str]] = {}  # the last warnings, and the parameters in them
         self.made = plain_values(trainer)  # before the first step
@@ -84,9 +90,17 @@ class Checks:
             log.warning(IDLE_STEP)
             self.said[IDLE_STEP] = []
         if not self.steps:
+            self.check_shapes()
             call_optional("scripts.check_loss", "warn_lost_terms", self.trainer, loss)
         self.values = self.values or plain_values(self.trainer)
         self.steps += 1
+
+    def check_shapes(self) -> None:
+        """Raise UsageError for a tensor that has another shape or type than at the start, or is another."""
+        now = shards.schema(find_parts(self.trainer).weights())
+        for name in [name for name in {**self.schema, **now} if self.schema.get(name) != now.get(name)]:
+            fault = f"{name} was {self.schema.get(name)} at the start and is {now.get(name)}"
+            raise UsageError(f"{fault}: no start could continue; make it in get_model with its last type and shape")
 
     @contextlib.contextmanager
     def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -139,10 +153,7 @@ class Checks:
         if other := self.parts ^ parts_of(self.trainer):
             name = min(name for name, _ in other)
             raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
-        now = shards.schema(parts.weights())
-        for name in [name for name in {**self.schema, **now} if self.schema.get(name) != now.get(name)]:
-            fault = f"{name} was {self.schema.get(name)} at the start and is {now.get(name)}"
-            raise UsageError(f"{fault}: no start could continue; make it in get_model with its last type and shape")
+        self.check_shapes()
         self.trainer.scheduled_groups()  # notes the rates of new ones
         trained = {*parameters_of(self.trainer.all_optimizers)}
         bare = {f"trainer.{key}": one for key, one in vars(self.trainer).items() if isinstance(one, nn.Parameter)}
@@ -253,7 +264,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     named = {name: one.detach() if isinstance(one, Tensor) else one for name, one in named.items()}
     named |= variables([trainer, *(module for root in parts.modules.values() for module in root.modules())])
     for part, root in parts.modules.items():
-        named |= {f"{part}.{key}": value for key, value in root._buffers.items()}  # of a DDP, which no checkpoint has
+        of_ddp = {**root._buffers, "comm_hooks": getattr(root, "_comm_hooks", None)}  # which no checkpoint has
+        named |= {f"{part}.{key}": value for key, value in of_ddp.items()}
         for name, module in unwrap(root).named_modules(prefix=part):
             hooks = [*filter(is_own, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()])]
             kept = {"hooks": hooks, **module._buffers, **vars(module)}.items()  # saved: among `storages`

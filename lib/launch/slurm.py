@@ -19,7 +19,7 @@ from lib.config import ROOT, Args
 from lib.launch import environment, local
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError, run_program
+from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError, call_optional, run_program
 from scripts import infiniband
 from scripts.slurm import requeue
 
@@ -85,6 +85,7 @@ def batch_script(args: Args, folder: Path, code: Path) -> str:
         "signal": f"USR2@{args.slurm_signal_s}",
     }
     given = [f"{name}={value}" for name, value in options.items() if value is not None] + ["requeue", *args.slurm_arg]
+    call_optional("scripts.check_flags", "check_slurm", args)
     python = f"{shlex.quote(sys.executable)} -u -m"
     # srun inherits no --cpus-per-task (Slurm 22.05). If a task is lost, the others may save their last step.
     srun = f"srun --unbuffered --cpus-per-task={cpus} --wait={int(args.grace_s) + 1}"

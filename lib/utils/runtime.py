@@ -77,9 +77,7 @@ def describe(world: distributed.World) -> dict[str, Any]:
 def _git_status() -> list[str] | None:
     """Return the commit, the branch and the files that differ, a line for each; None without a repository."""
     # With a lock, kill -9 could leave one in the user's repository.
-    words = ("git", "--no-optional-locks", "status", "--porcelain=v2", "--branch")
-    try:
-        done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.splitlines() if done.returncode == 0 else None
+    words = ("git", "-C", Path(__file__).parent, "--no-optional-locks", "status", "--porcelain=v2", "--branch")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=10).splitlines()
+    return None

@@ -41,8 +41,7 @@ def use_handler(handler: Callable, *, hangup: bool = False) -> Iterator[None]:
 def set_handlers(handler: Callable | signal.Handlers, *, hangup: bool = False) -> dict:
     """Set the handler of the signals that stop a run. Returns the handlers before.
 
-    SIGHUP, a lost terminal, stops only a run that writes there and was not started by nohup; or, with `hangup`, any:
-    torchrun ends then, even under nohup, and kills its processes.
+    SIGHUP, a lost terminal, stops only a run that writes there, without nohup; with `hangup` any, as under torchrun.
     """
     handlers = dict.fromkeys(STOP_SIGNALS, handler)
     at_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()

@@ -75,6 +75,8 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         self.number += 1
         name = f"{self.number:06d}_step_{step}"
+        if not run_folder.NAME.fullmatch(name):
+            raise UsageError(f"checkpoints/{name}: no start would find it by NAME of {run_folder.__file__}")
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)

@@ -228,7 +228,7 @@ def load(past: Past, parts: state.Parts, world: distributed.World, args: "Args")
     for flag in ("resume", "weights") if past.folder.parent == run_folder.path_of(args) / "checkpoints" else ():
         if given := getattr(args, flag):
             log.info("-%s %s is not used: this run has checkpoints of its own", flag, given)
-    allowed = {*args.allow_change}
+    allowed = {*args.allow_change, *(["lr_ratio"] if "lr_start" in args.allow_change else [])}
     if "optimizer_arg" in allowed:  # the options' names, of both
         words = [*args.optimizer_arg, *past.manifest["config"]["optimizer_arg"]]
         allowed |= {word.partition("=")[0] for word in words}

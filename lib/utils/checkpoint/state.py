@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_structure
 
 from lib.utils import files
 from lib.utils.checkpoint import shards
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FORMAT = 4
 # The end of every manifest, whatever its format: the checksum of all before it.
 CHECKSUM_LINE = b',\n"crc32": %d\n}\n'
-NOT_RESTORED = ("params", "fused", "foreach", "lr_set")  # of an optimizer's groups: they are this start's
+NOT_RESTORED = ("params", "fused", "foreach", "lr_set", "as_made")  # of an optimizer's groups: they are this start's
 
 
 @dataclass(slots=True)
@@ -47,6 +47,8 @@ class State:
 def encode_manifest(manifest: dict) -> bytes:
     """Return a manifest as it is written: a line for each entry, the checksum in the last."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
+    if tree_structure(json.loads(json.dumps(manifest["state"]))) != tree_structure(manifest["state"]):
+        raise TypeError("State has what JSON changes, as keys that are numbers, or tuples")
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + CHECKSUM_LINE % zlib.crc32(body)
 
@@ -150,7 +152,10 @@ class Parts:
             for group, saved in zip(now, groups, strict=False):
                 if other := sorted(optimizer.defaults.keys() - saved.keys()):
                     raise UsageError(f"the checkpoint is of another optimizer: its {part} has no {other[0]}")
-                group |= {key: value for key, value in saved.items() if key not in {*NOT_RESTORED, *allowed}}
+                made, before, mine = group.get("as_made", {}), saved.get("as_made", {}), {*NOT_RESTORED, *allowed}
+                for key in [key for key, one in before.items() if made.get(key, one) != one and key not in mine]:
+                    log.warning("%s has the %s of the checkpoint, %s, and not %s", part, key, before[key], made[key])
+                group |= {key: value for key, value in saved.items() if key not in mine}
             numbers = {name: number for number, name in enumerate(names)}
             state = {numbers.get(name, name): one for name, one in memory.items()}
             optimizer.load_state_dict({**(more or {}), "state": state, "param_groups": now})

@@ -103,8 +103,7 @@ def load_into(
     parts = {"as": renamed, "not loaded, as missing or of another shape:": sorted(missing), "not used:": unused}
     more = "".join(f"; {title} {_list(one)}" for title, one in parts.items() if one)
     filled, whole_size = (sum(p.numel() for p in some if isinstance(p, nn.Parameter)) for some in (loaded, names))
-    few = FEW if 2 * filled < whole_size else ""
-    return f"{path}: {len(loaded)} tensors loaded{few}{more}"
+    return f"{path}: {len(loaded)} tensors loaded{FEW if 2 * filled < whole_size else ''}{more}"
 
 
 def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -10,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import saves
 import torch
+from command_line import usage_error
 from runs import few, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, log_of, names, new_checkpoints, save
 
 from lib.utils import runtime
-from lib.utils.checkpoint import shards, state, weights
+from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.monitoring import metrics
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -65,7 +67,9 @@ def test_a_checkpoint_names_the_commit_of_the_code(finished_run):
     assert state.read_manifest(newest)["about"]["git"] == runtime._git_status()
 
 
-def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_is_never_removed(tmp_path):
+def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_is_never_removed(
+    tmp_path, monkeypatch
+):
     checkpoints = new_checkpoints(tmp_path, keep_last=1)
     for step in (8, 8, 9, 3, 4, 4, 1):
         save(checkpoints, step)
@@ -74,6 +78,8 @@ def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_
     save(checkpoints, 2, keep=True)
     save(checkpoints, 1)
     assert names(tmp_path) == ["000009_step_1", "000008_step_2"] and saves.kept(tmp_path) == [2]
+    monkeypatch.setattr(run_folder, "NAME", re.compile("other"))
+    assert "no start would find it" in usage_error(save, checkpoints, 3)
     checkpoints.close()
 
 

@@ -18,7 +18,7 @@ from items import Items
 from runs import distance, lines, norm_net, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import Subset
 from torchvision.transforms import v2
@@ -280,13 +280,19 @@ def evaluate_teacher(self, split):
     return figures
 
 
+class Divides(nn.Module):
+    def forward(self, outputs, targets):
+        weights = targets + 1.0
+        return (weights * nn.functional.cross_entropy(outputs, targets, reduction="none")).sum() / weights.sum()
+
+
 class Habit(trainer.Trainer):
     criterion = nn.CrossEntropyLoss(torch.ones(4))
 
     def __init__(self, *parts):
         super().__init__(*parts)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.8)
-        self.milestones = StepLR(self.optimizer, 2)
+        self.milestones, self.loss = StepLR(self.optimizer, 2), Divides()
 
     def training_step(self, batch):
         return self.model(batch[0]).mean()
@@ -304,21 +310,20 @@ class Habit(trainer.Trainer):
     def __exit__(self, *error): ...
 
 
-class Inherits(Habit):
-    """Has all methods of another trainer."""
+class Inherits(Habit): ...
 
 
 def test_a_method_that_nothing_calls_and_a_loss_that_micro_batches_change_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(check_plugins, "OURS", re.compile(".*/tests/"))
     net = type("Net", (nn.Sequential,), {f"configure_{'optimizers'}": lambda self: None})
-    flags = "-cpu 1 -train_metrics -label_smoothing 0.1 -weight_decay 0.1 -momentum 0.8"
+    flags = "-cpu 1 -micro_batch 8 -train_metrics -label_smoothing 0.1 -weight_decay 0.1 -momentum 0.8"
     said = log_of(edited(tmp_path, flags, Inherits, lambda args: net(*plain_net(), nn.Dropout(0.1))))
     assert re.findall(r"-(\w+): the training ignores it, as .* own (\w+)", said) == [
         ("label_smoothing", "loss"),
         ("weight_decay", "optimizer"),
     ]
-    assert "self.milestones counts steps, and its 2 are few" in said
-    assert said.count("self.model is in training mode here") == 1
+    assert "self.milestones counts steps, and its 2 end within the first epoch" in said
+    assert said.count("self.model is in training mode here") == said.count("or weights of them, changes") == 1
     assert re.findall(r"nor lib calls (\w+)", said) == [f"configure_{'optimizers'}", f"on_evaluation{'s'}"]
     assert f"on_evaluation{'s'}, of the trainer or the model (do you mean on_evaluation" in said
     assert re.findall(r"(\w+.py), line \d+: a mean over class weights changes", said) == ["test_edits.py"]
@@ -351,6 +356,13 @@ def on_evaluation(self, split, figures):
   self.save()
 """
     assert [line for line, _ in check_plugins.faults(shares, False, True)] == [3, 4, 6, 7, 12]
+    drops = (
+        "def forward(self, x):\n F.dropout(x, 0.5)\n self.drop(x)\n F.scaled_dot_product_attention(x, dropout_p=p)"
+    )
+    assert [line for line, _ in check_plugins.faults(f"{drops}\ndef g(x): F.dropout(x, self.training)", False)] == [
+        2,
+        4,
+    ]
     late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
     assert [line for line, _ in check_plugins.faults(f"{late}\ndef train_step(self, x):\n [*x]", False)] == [2, 4, 6]
     reads = "def training_step(self, b):\n next(iter(self.loaders['val'].epoch(0))); self.f(); next(self.own)\n"
@@ -517,6 +529,15 @@ def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatc
     for more in ("-deterministic no", "-parallel fsdp -clip_grad 0.5"):
         both, one = (edited(tmp_path, f"{more} -cpu {n} -model {more[1]}{n}", net=plain_net) for n in (2, 1))
         assert distance(both, one) < ROUNDING
+
+
+def test_the_weights_of_torchs_losses_are_those_of_a_starts_own_code(tmp_path):
+    given = lambda size: with_change(  # noqa: E731
+        lambda self: setattr(self, "bce", nn.BCEWithLogitsLoss(pos_weight=torch.full((4,), size)))
+    )
+    edited(tmp_path, "-cpu 1 -limit_steps 4", given(1.0), wanted=75)
+    folder = edited(tmp_path, "-cpu 1", given(9.0))
+    assert "trainer.bce.pos_weight" not in tensors(folder / "checkpoints" / names(folder)[0])
 
 
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"weight": torch.ones(4)}])
@@ -692,6 +713,7 @@ def sees(*parts):
     made = trainer.Trainer(*parts)
     made.model.register_buffer("seen", torch.zeros(()))
     made.model.register_forward_hook(lambda module, _, output: (output, module.seen.add_(module.training))[0])
+    made.model.register_comm_hook([], lambda calls, bucket: default_hooks.allreduce_hook(calls.append(1), bucket))
     return made
 
 
@@ -776,7 +798,7 @@ KEPT = [*"lib.arch.level model.2.training optim.calls optim.inner optim.slow".sp
     [
         (Keeps, "-cpu 2 -overfit 48", KEPT),
         (Everywhere, "-cpu 2", [*EVERYWHERE, "trainer.helper", "trainer.large"]),
-        (sees, "-cpu 2 -deterministic no", ["model.seen"]),
+        (sees, "-cpu 2 -deterministic no", ["model.comm_hooks", "model.seen"]),
     ],
 )
 def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, tmp_path):
@@ -927,9 +949,13 @@ ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=o
 LATE_RATE = acting("after_step", lambda self: self.optimizer.param_groups[0].update(lr=1.0))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 FIGURES = {  # what evaluation_step returns: what is said
-    lambda self, model, batch, count: {"sure": model(batch[0]).mean()}: "'sure' of a batch of 6 samples is tensor(",
+    lambda self, model, batch, count: {
+        "sure": model(batch[0]).mean()
+    }: "'sure' of a batch of 6 samples is of shape ()",
     lambda *parts: {"sure": 0.5}: "is 0.5: give a tensor with a value for each, (B,), or Ratio(sum, count)",
-    lambda self, model, batch, count: {"sure": model(batch[0]).sum(0)}: "'sure' of a batch of 6 samples is tensor([",
+    lambda self, model, batch, count: {
+        "sure": model(batch[0]).sum(0)
+    }: "'sure' of a batch of 6 samples is of shape (4,)",
     lambda *parts: {"sure": Ratio(torch.ones(4), 6)}: "metric 'sure' is made of 6: give numbers, or a Ratio",
     lambda self, model, batch, count: {"sure": Ratio(batch[1], batch[1] + 1)}: "metric 'sure' is made of tensor([",
     lambda *parts: {"a[0]": Ratio(1, 2)}: "metric 'a[0]' is made of 1",
@@ -974,9 +1000,12 @@ def test_what_a_trainer_must_not_do_is_refused_in_one_line(edit, more, message, 
 
 def test_what_no_manifest_can_hold_is_no_fault_of_the_disk(tmp_path):
     contents = trainer.Trainer.contents
-    slip = overriding(contents=lambda self: [made := contents(self), made[1].update(note=torch.ones(1))][0])
-    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
-        edited(tmp_path, "-cpu 1", slip)
+    slips = {"Tensor is not JSON": lambda facts: facts.update(note=torch.ones(1))}
+    slips["State has what JSON changes"] = lambda facts: facts["state"].update(sums={1: 2})
+    for fault, change in slips.items():
+        slip = overriding(contents=lambda self, change=change: [made := contents(self), change(made[1])][0])
+        with pytest.raises(TypeError, match=fault):
+            edited(tmp_path, "-cpu 1 -reset", slip)
 
 
 OBSERVES = with_change(  # keeps what this rank has seen in an evaluation in a buffer

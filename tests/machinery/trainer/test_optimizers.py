@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from runs import distance, run
-from saves import SMALL
+from saves import SMALL, log_of
 from torch import nn
 from truth import file_plugins
 
@@ -87,9 +87,17 @@ def test_an_option_that_is_allowed_to_change_takes_effect(tmp_path):
     assert distance(changed, run(tmp_path, f"{base.replace('options', 'kept')} -optimizer_arg betas=0.9,0.95")) > 0
 
 
+def test_numbers_of_groups_that_an_edit_changes_stay_as_saved_and_are_named(tmp_path, monkeypatch):
+    base, before = f"{RUN} -cpu 1 -optimizer adamw", optimizer.decay_groups
+    run(tmp_path, f"{base} -limit_steps 2", wanted=75)
+    monkeypatch.setattr(optimizer, "decay_groups", lambda model, decay: before(model, decay + 0.5))
+    assert "optim has the weight_decay of the checkpoint, 0.01, and not 0.51" in log_of(run(tmp_path, base))
+
+
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
+        ("-slurm_dry -slurm_arg signal=USR1@9", "signal=USR1@9: take -slurm_signal_s"),
         ("-optimizer LBFGS", "LBFGS doesn't support"),
         ("-optimizer muon -dataset digits -arch convnet -num_classes 10", "no matrix of a hidden layer"),
         ("-slurm_dry -optimizer nope", "there are"),
