@@ -25,7 +25,6 @@ from scripts import check_model, check_samples, check_sums
 from scripts.check_sums import name_of, text_of, walk
 
 log = logging.getLogger(__name__)
-BASE = "lib.trainer.trainer"
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
 WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
 ADDING, EMPTY = {"append", "extend", "update", "add", "add_", "index_add_", "push", "put"}, {"[]", "{}", "None", "()"}
