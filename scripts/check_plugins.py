@@ -146,8 +146,8 @@ def warn_of_flags(trainer: Any) -> None:
         if any(id(value) == trainer.of_base[name] for value in values):
             continue
         for flag in OF_PARTS[name]:
-            value = getattr(trainer.args, flag)
-            is_set = not _are_alike(value, parser.get_default(flag)) and value != used.get(flag)
+            value, there = getattr(trainer.args, flag), used.get(flag)
+            is_set = not _are_alike(value, parser.get_default(flag)) and value != there and (value or there)  # 0: off
             if is_set and not re.search(rf"args\.{flag}\b", files):
                 log.warning("-%s: the training ignores it, as this trainer has its own %s", flag, name)
 
