@@ -219,7 +219,7 @@ def faults(
         for line, name in _handed_on(function, functions):
             if name not in known:
                 yield line, f"self.{name} goes from pass to pass, but to no checkpoint and no other process"
-        yield from _dropouts(function, functional)
+        yield from _dropouts(function, functional) if "def training_step" not in source else ()  # which a model lacks
     yield from _read_in_step(functions, is_shared)
     if is_cut:
         yield from _no_means(tree, knows_targets="targets" in known)
@@ -241,8 +241,14 @@ def faults_of_loss(criterion: Any, known: Collection[str]) -> Iterator[tuple[int
 
 def _dropouts(function: ast.FunctionDef, functional: Collection[str]) -> Iterator[tuple[int, str]]:
     """Yield lines of calls that drop values in evaluations as well; `functional`: what is imported by its name."""
-    given = {one.arg for one in [*function.args.args, *function.args.kwonlyargs]}
-    for call in _calls(function) if not re.search(r"\btrain", text_of(function)) else ():
+    tests = [one for one in walk(function) if isinstance(one, ast.If | ast.IfExp) and _asks_mode(one.test)]
+    if any(isinstance(one, ast.If) and isinstance(one.body[-1], ast.Return) for one in tests):
+        return
+    guarded = {id(part) for one in tests for part in walk(one)}
+    assigned = [one for one in walk(function) if isinstance(one, ast.Assign) and _asks_mode(one.value)]
+    known = {one.arg for one in [*function.args.args, *function.args.kwonlyargs]}
+    known |= {text_of(target) for one in assigned for target in one.targets}
+    for call in [one for one in _calls(function) if id(one) not in guarded and not _asks_mode(one)]:
         options = {one.arg: text_of(one.value) for one in call.keywords}  # **others have no name
         name, module = name_of(call), text_of(call.func).rpartition(".")[0]
         if re.fullmatch(r"(feature_)?(alpha_)?dropout\d?d?", name) and len(call.args) < 3:
@@ -251,8 +257,13 @@ def _dropouts(function: ast.FunctionDef, functional: Collection[str]) -> Iterato
         else:
             is_torch = name == "scaled_dot_product_attention"
             share = options.get("dropout_p", text_of(call.args[4]) if len(call.args) > 4 else "0")
-        if is_torch and None not in options and share not in ("0", "0.0", *given):
+        if is_torch and None not in options and share not in ("0", "0.0", *known):
             yield call.lineno, "dropout is on in evaluations, too: give it self.training"
+
+
+def _asks_mode(node: ast.AST) -> bool:
+    """Return whether a node asks for the mode of a module, or has its name, as train."""
+    return bool(re.search(r"\btrain", text_of(node)))
 
 
 def _lines_of_sums(source: str) -> set[int]:

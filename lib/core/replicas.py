@@ -58,7 +58,7 @@ class Checks:
     def __init__(self, trainer: Any):
         roots = [root for part, root in find_parts(trainer).modules.items() if part != "model"]
         for one in [one for root in roots for one in root.modules()]:
-            if type(one).__module__ == "torch.nn.modules.loss":  # its weights are this start's, as an edit has them
+            if type(one).__module__ == "torch.nn.modules.loss":  # so that an edit of its weights counts
                 one._non_persistent_buffers_set |= {*one._buffers}
         self.trainer, self.parts = trainer, parts_of(trainer)
         self.schema = shards.schema(find_parts(trainer).weights())

@@ -113,7 +113,7 @@ class Stop:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-        with ours, theirs, signals.use_handler(lambda *_: None, hangup=distributed.has_agent()):  # the pipe has all
+        with ours, theirs, signals.use_handler(lambda *_: None, hangup=distributed.has_agent()):  # read from the pipe
             theirs.setblocking(False)
             before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
             thread = threading.Thread(target=self._listen, args=(ours,), name="stop", daemon=True)

@@ -221,8 +221,8 @@ def begin_worker(parent: int, number: int) -> None:
         os._exit(FAILED)
     for file in [*files_to_read()]:  # whose place it would share with other processes
         path, flags = f"/dev/fd/{file}", fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
-        is_ours = os.access(path, os.R_OK)  # else whoever reads it gets an error
-        again = os.open(path, flags) if is_ours else os.open(os.devnull, os.O_WRONLY)
+        may_read = os.access(path, os.R_OK)
+        again = os.open(path, flags) if may_read else os.open(os.devnull, os.O_WRONLY)  # where a read is an error
         os.lseek(again, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
         os.dup2(again, file, inheritable=False)
         os.close(again)
