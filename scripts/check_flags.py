@@ -1,5 +1,7 @@
 """Reads the flags as config.yaml will have them: by it runs are resumed, and their models built again."""
 
+import sys
+
 import yaml
 
 from lib.config import BUILDERS, Args, new_parser, plugins, to_yaml
@@ -7,10 +9,13 @@ from lib.utils.errors import UsageError
 
 
 def check_slurm(args: Args) -> None:
-    """Raise UsageError for options of sbatch that the rest of the batch script would not know."""
+    """Raise UsageError for options of sbatch that the rest of the script would not know; name a short warning."""
     for word in args.slurm_arg:
         if flag := {"signal": "-slurm_signal_s", "cpus-per-task": "-slurm_cpus"}.get(word.partition("=")[0]):
             raise UsageError(f"-slurm_arg {word}: take {flag}")
+    if args.slurm_signal_s < args.grace_s:
+        both = f"-slurm_signal_s {args.slurm_signal_s} is less than -grace_s {args.grace_s:g}"
+        print(f"{both}: at its time limit Slurm may end the run before its state is saved", file=sys.stderr)
 
 
 def check(args: Args) -> None:
