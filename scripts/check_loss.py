@@ -1,9 +1,11 @@
-"""Finds a loss of one's own that stretches (N, 1) and (N,) to (N, N), outputs and targets, and terms no loss has."""
+"""Finds losses that stretch (N, 1) and (N,) to (N, N), lack a term, or are means over numbers that nobody counts."""
 
 import copy
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +17,14 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 
 seen: set[type] = set()  # classes of losses that were checked
+sizes: WeakKeyDictionary[Any, dict] = WeakKeyDictionary()  # by trainer: of how many values its means are at first
+LINEAR = {"AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0"}
+STEPS = 10  # of a start whose losses are watched
+OTHER_SIZE = 0.05  # share by which the sizes of means may differ, as of those over samples that a model draws
+MEAN = (
+    "the loss has a mean over %g values in one micro-batch of %d samples, and over %g in another: it changes with "
+    "the number of micro-batches and processes: let count_targets return their number"
+)
 
 
 @torch.no_grad()
@@ -48,6 +58,50 @@ def check_metrics(criterion: Callable, batch: Any, figures: Any) -> None:
         if is_each and (targets.long() == ignored).any():
             fault = f"has a value for each target, {tuple(value.shape)}, also for those that are ignored"
             raise UsageError(f"metric {name!r} {fault}: give Ratio(sum, count) of the others")
+
+
+def check_pass(trainer: Any, loss: Tensor, count: Tensor | int) -> None:
+    """Look at what training_step has returned, and at its targets' `count`, before a micro-batch's backward pass.
+
+    Warns of a mean over another number of values in one micro-batch than in another where `count` is that of samples.
+    """
+    micro_batch, steps = trainer.micro_batch, trainer.checks.steps
+    if not steps and micro_batch.last:
+        warn_lost_terms(trainer, loss)
+    known = sizes.setdefault(trainer, {})
+    is_watched = steps < STEPS and micro_batch.step_parts > 1 and micro_batch.count and trainer.world.is_main
+    if not is_watched or MEAN in known or float(count) != micro_batch.count:
+        return
+    found = list(sizes_of_means(loss.grad_fn))
+    for place, size in enumerate(found):
+        before = known.setdefault((len(found), place, micro_batch.count), size)
+        if abs(size - before) > OTHER_SIZE * before and MEAN not in known:
+            known[MEAN] = True
+            log.warning(MEAN, before, micro_batch.count, size)
+
+
+def sizes_of_means(node: Any, depth: int = 30) -> Iterator[float]:
+    """Yield over how many values each mean in a loss is, as far as the graph of its gradient shows that."""
+    below = [one for one, _ in getattr(node, "next_functions", ()) if one is not None]
+    if not below or not depth:
+        return
+    name, of_input = node.name(), getattr(below[0], "_input_metadata", ())
+    if name == "MeanBackward0":
+        yield node._saved_self_sym_numel
+    elif getattr(node, "_saved_reduction", None) == 1 and of_input:
+        shape = of_input[node.next_functions[0][1]].shape
+        yield math.prod(shape) / (shape[1] if name.startswith("NllLoss") and len(shape) > 1 else 1)
+    elif name == "DivBackward0" and is_sum(below[0]):
+        if len(below) == 1 and node._saved_other.numel() == 1:
+            yield float(node._saved_other)
+    elif name in LINEAR or name == "DivBackward0":
+        for one in below:
+            yield from sizes_of_means(one, depth - 1)
+
+
+def is_sum(node: Any) -> bool:
+    """Return whether a node of a gradient's graph is a sum over all values, of a loss or by itself."""
+    return node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == 2
 
 
 def warn_lost_terms(trainer: Any, loss: Any) -> None:

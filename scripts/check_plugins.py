@@ -43,6 +43,11 @@ OF_PARTS = {  # flags by which the run makes a trainer's parts
     "optimizer": ("optimizer", "optimizer_arg", "weight_decay", "momentum"),
 }
 WITH_MODES = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # layers that training mode changes
+OWN_DRAWS = {"Generator", "default_rng", "RandomState", "Random"}  # generators that no run seeds
+GENERATOR = (
+    "what %s draws by its %s depends on what was read before it: draw by torch, numpy.random or random, which are "
+    "seeded for each sample"
+)
 ADVICE = "changes with the number of micro-batches and processes"
 
 
@@ -120,9 +125,11 @@ def warn_of_files(trainer: Any) -> None:
     loader = trainer.loaders["train"]
     kept = [value for one in nested(loader.dataset) for value in getattr(one, "__dict__", {}).values()]
     read = [*nested(loader.dataset), *(part for one in kept for part in replicas.own_parts(one))]
-    for kind in {type(one) for one in read} if loader.workers else ():
-        for name in counters(_source(kind)) if replicas.is_own(kind) else ():
+    for kind in {type(one) for one in read if replicas.is_own(type(one))}:
+        for name in counters(_source(kind)) if loader.workers else ():
             log.warning("%s.%s is another one in each loader process (-workers)", kind.__name__, name)
+        for name in generators(_source(kind)):
+            log.warning(GENERATOR, kind.__name__, name)
 
 
 def warn_of_flags(trainer: Any) -> None:
@@ -316,7 +323,7 @@ def _no_means(tree: ast.AST, knows_targets: bool) -> Iterator[tuple[int, str]]:
             yield call.lineno, f"a loss that is a sum {ADVICE}, unless it is divided by the number of samples"
         elif name in WEIGHTED and reduction == "mean" and (first or options.get("weight") is not None):
             yield call.lineno, f"a mean over class weights {ADVICE}: take -class_weights, or reduction='none'"
-        elif not knows_targets and reduction == "mean" and (ignores or name in ("CTCLoss", "ctc_loss")):
+        elif not knows_targets and reduction == "mean" and ignores:
             yield call.lineno, f"a mean over some targets {ADVICE}: let count_targets return their number"
 
 
@@ -331,15 +338,31 @@ def _source(one: Any) -> str:
 
 def counters(source: str) -> set[str]:
     """Return the attributes that a class of a dataset or a transform adds to while samples are read."""
-    functions = [one for one in walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
-    readers = [one for one in functions if re.match("__getitem|__call__|forward$|transform$", one.name)]
-    called = {name_of(call) for reader in readers for call in _calls(reader)}
-    nodes = [node for one in functions if one in readers or one.name in called for node in walk(one)]
+    nodes = [node for one in _readers(source) for node in walk(one)]
     sums = [one.target for one in nodes if isinstance(one, ast.AugAssign)]
     found = {name for one in sums for name in _attributes(one, ast.expr_context)}
     for one in [one for one in nodes if isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp)]:
         found |= _attributes(one, ast.Store) & _attributes(one.value, ast.Load)
     return found
+
+
+def generators(source: str) -> set[str]:
+    """Return the attributes of a dataset's or transform's class by which it draws, seeded once for many samples."""
+    nodes = [*walk(ast.parse(source))]
+    made = [one for one in nodes if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call)]
+    found = {name for one in made if name_of(one.value) in OWN_DRAWS for name in _attributes(one, ast.Store)}
+    readers = _readers(source)
+    read = {name for one in readers for name in _attributes(one, ast.Load)}
+    is_seeded = re.search(r"seed\(|set_state|\.state\b", "".join(map(text_of, readers)))
+    return set() if is_seeded else found & read - {name for one in readers for name in _attributes(one, ast.Store)}
+
+
+def _readers(source: str) -> list[ast.FunctionDef]:
+    """Return the methods of a class of a dataset or a transform that read samples, with those that they call."""
+    functions = [one for one in walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    readers = [one for one in functions if re.match("__getitem|__call__|forward$|transform$", one.name)]
+    called = {name_of(call) for reader in readers for call in _calls(reader)}
+    return [one for one in functions if one in readers or one.name in called]
 
 
 def _collected(function: ast.FunctionDef, functions: list[ast.FunctionDef]) -> Iterator[tuple[int, str]]:

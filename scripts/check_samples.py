@@ -5,12 +5,19 @@ What it reads comes from the run's own loaders, as an epoch 0 has it. Nothing of
 
 import contextlib
 import copy
+import functools
 import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import ConcatDataset, Subset, default_collate
 
 from lib.core import loss
 from lib.utils import seeding
@@ -22,10 +29,17 @@ from lib.utils.data.tensors import named_tensors, to_device
 from lib.utils.data.transforms import Pixels
 
 log = logging.getLogger(__name__)
+ROWS, FORK_S, LOST_S = 8, 0.1, 5.0  # of what is read in another order: how many, and seconds to read and to wait
 DIFFERS = "what %s gives differs each time it is read: no resume is exact (own generators?)"
 BATCHES = "training reads %s by __getitems__, which gives others than __getitem__"
 DRAWN = "%s is a part of the training samples, and drawn at random like them (augmented?)"
 ON_DEVICE = "on_device of %s gives others each time: let it draw by torch, or take `draws`"
+ORDER = (
+    "what %s gives for sample %d depends on what was read before it (numbers that it gives out, or values that it "
+    "keeps, while samples are read?): then other numbers of processes and resumes get other samples"
+)
+UNUSED = "the %s of %s is not used: %s"
+OVERLAP = "%d of %d samples of %s are training samples, too: its figures are not those of new data"
 LABELS = "%s goes by the dataset's list: there sample %d has the class %s, and itself it has %s"
 
 
@@ -33,7 +47,15 @@ def warn(trainer: Any) -> None:
     """Warn of samples that training does not get as their dataset gives them, or that their author may not expect."""
     for split, loader in trainer.loaders.items():
         if trainer.plan.data[f"{split} digest"] != fingerprint.NEVER_THE_SAME:  # which the start has named
-            for check in (warn_of_batches, warn_of_draws, warn_of_device, warn_of_labels):
+            for check in (
+                warn_of_samplers,
+                warn_of_overlap,
+                warn_of_batches,
+                warn_of_draws,
+                warn_of_order,
+                warn_of_device,
+                warn_of_labels,
+            ):
                 with contextlib.suppress(Exception):  # of a user's code, which is called as training does not call it
                     check(trainer, split, loader)
 
@@ -82,6 +104,89 @@ def warn_of_draws(trainer: Any, split: str, loader: Loader) -> None:
     is_cut = split != "train" and is_shared and not trainer.args.overfit
     if is_cut and not are_alike(read(loader, [0]), read(loader, [0], draw=1)):
         log.warning(DRAWN, split)
+
+
+def warn_of_order(trainer: Any, split: str, loader: Loader) -> None:
+    """Read some training samples in two forked processes, in order, and backwards after other draws."""
+    dataset, world = loader.dataset, loader.world
+    if split != "train" or not world.is_main or sys.platform != "linux" or fetch.gives_batches(dataset):
+        return
+    rows = list(dict.fromkeys(number * (len(dataset) - 1) // ROWS for number in range(ROWS + 1)))
+    found = read_in_fork(loader, rows, trainer.args.data)
+    back = [*found][::-1]
+    again = read_in_fork(loader, [*(row + len(dataset) for row in back), *back], trainer.args.data)
+    if odd := [row for row in found if again.get(row, found[row]) != found[row]]:
+        log.warning(ORDER, split, odd[0])
+
+
+def read_in_fork(loader: Loader, indices: list[int], data: str) -> dict[int, str]:
+    """Return the digests of samples that a forked process reads one by one, of as many as it can in FORK_S."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    digest = functools.partial(fingerprint.digest_batch, collate_fn=fetch.option(loader.dataset, "collate_fn", len))
+    reader = fetch.Fetch(loader.dataset, loader.seed, functools.partial(digest, data=data))
+    process = context.Process(target=send_digests, args=(reader, indices, theirs, os.getpid()), daemon=True)
+    with fetch.stop_signals_blocked():
+        process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(LOST_S) else {}  # it may wait for a thread that only this process has
+    except EOFError:
+        return {}
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def send_digests(reader: fetch.Fetch, indices: list[int], pipe: Connection, parent: int) -> None:
+    """Read samples in a process that `parent` has forked, and send their digests."""
+    fetch.begin_worker(parent, 0)
+    found, end = {}, time.monotonic() + FORK_S
+    with contextlib.suppress(Exception):  # what fails here fails in training, too, with its message
+        for index in indices:
+            _, found[index] = reader[0, MicroBatch(0, 0, [index], 1, 1, 1, first=True, last=True)]
+            if time.monotonic() > end:
+                break
+    pipe.send(found)
+
+
+def warn_of_samplers(trainer: Any, split: str, loader: Loader) -> None:
+    """Warn of samplers that nothing draws by."""
+    if getattr(loader.dataset, "batch_sampler", None) is not None:
+        log.warning(UNUSED, "batch_sampler", split, "micro-batches are cut from the order of a sampler")
+    if split != "train" and getattr(loader.dataset, "sampler", None) is not None:
+        log.warning(UNUSED, "sampler", split, "all its samples are read, in their order; take a Subset")
+
+
+def warn_of_overlap(trainer: Any, split: str, loader: Loader) -> None:
+    """Warn of a validation or test set with rows of a dataset that training draws."""
+    of_train = trainer.loaders["train"].dataset
+    shared = {id(one) for one in fetch.nested(of_train, wrapped=False)}
+    shared &= {id(one) for one in fetch.nested(loader.dataset, wrapped=False)}
+    if split not in ("val", "test") or not shared or trainer.args.overfit:
+        return
+    order = fetch.draw_order(of_train, trainer.args.seed, 0)
+    drawn = torch.arange(len(of_train)) if order is None else torch.as_tensor(order) % len(of_train)
+    trained = [*places(of_train, drawn)]
+    count = 0
+    for key, rows in places(loader.dataset, torch.arange(len(loader.dataset))):
+        others = [one for other, one in trained if other == key]
+        count += int(torch.isin(rows, torch.cat(others)).sum()) if others else 0
+    if count:
+        log.warning(OVERLAP, count, len(loader.dataset), split)
+
+
+def places(dataset: Any, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the datasets from which a Subset or a ConcatDataset reads these rows, by their ids, and rows in them."""
+    if isinstance(dataset, Subset):
+        yield from places(dataset.dataset, torch.as_tensor(dataset.indices)[rows])
+    elif isinstance(dataset, ConcatDataset):
+        for part, end in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
+            begin = end - len(part)  # pyright: ignore[reportArgumentType]
+            yield from places(part, rows[(rows >= begin) & (rows < end)] - begin)
+    else:
+        yield id(dataset), rows
 
 
 def warn_of_device(trainer: Any, split: str, loader: Loader) -> None:

@@ -203,6 +203,9 @@ def add_sampler(dataset: Any, args: Namespace) -> None:
     is_mixture = isinstance(dataset, Mixture)  # whose sampler goes by its parts' weights
     if args.balance or (fetch.lists(dataset, "weights") and not is_mixture):
         set_weight_sampler(dataset, args)
+        if not args.balance:
+            said = "drawn by their weights; for weights of a loss give the dataset's attribute another name"
+            vars(dataset)["log_lines"] = [*option(dataset, "log_lines", ()), f"the training samples are {said}"]
     if fetch.lists(dataset, "lengths"):
         said = set_length_sampler(dataset)
         vars(dataset)["log_lines"] = [*option(dataset, "log_lines", ()), f"the training samples: {said}"]

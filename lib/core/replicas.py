@@ -84,14 +84,13 @@ class Checks:
         self.saved, self.validated = {}, {}  # marks of weights: of the last step's save, of the last validation
         self.taken: Any = None, None  # what the usual training_step has returned last, and the batch that it got
 
-    def count_step(self, norm: Tensor, loss: Tensor) -> None:
+    def count_step(self, norm: Tensor) -> None:
         """Count a step; name what went wrong in it, once; after the first one, note what no checkpoint has."""
         if not (self.trainer.has_stepped or IDLE_STEP in self.said) and math.isfinite(norm):
             log.warning(IDLE_STEP)
             self.said[IDLE_STEP] = []
         if not self.steps:
             self.check_shapes()
-            call_optional("scripts.check_loss", "warn_lost_terms", self.trainer, loss)
         self.values = self.values or plain_values(self.trainer)
         self.steps += 1
 

@@ -203,6 +203,7 @@ class Trainer:
                 if loss is self.checks.taken[0] and type(self).count_targets is Trainer.count_targets:
                     given = self.checks.taken[1]  # in which a subclass may have masked targets
                 count = self.count_targets(given, micro_batch.count) if micro_batch.count else 0
+                call_optional("scripts.check_loss", "check_pass", self, loss, count)
                 self.backward(loss, micro_batch, count)
             if micro_batch.last:
                 break
@@ -224,7 +225,7 @@ class Trainer:
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
-        self.checks.count_step(norm, loss)
+        self.checks.count_step(norm)
         self.must_wait = False
 
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:

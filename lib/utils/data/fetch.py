@@ -181,7 +181,7 @@ class Fetch(Dataset):
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"
             if "utils/collate" in str(traceback.extract_tb(error.__traceback__)[-1]) and "memory" not in str(error):
-                error = UsageError(f"{error}: give the dataset a collate_fn, which joins its samples")
+                error = UsageError(f"{error}: give the dataset a collate_fn that joins these samples")
             if isinstance(error, UsageError):
                 return micro_batch, UsageError(f"{error} (while {place})")  # raised, it would show a worker's
             text = traceback.format_exception_only(error)[0].strip()  # whatever its __str__ does, without its notes

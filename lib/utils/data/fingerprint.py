@@ -77,14 +77,14 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
     """Return the digest of the first, middle and last sample of a split, each fetched under its own seed."""
     draws = [[row + draw * len(part) for row in (0, len(part) // 2, len(part) - 1)] for draw in (0, 0, 1, 2, 0, 0)]
     keys = [MicroBatch(0, 0, rows, 3, 3, 1, first=True, last=True) for rows in draws]  # others may change a sample
-    digest = functools.partial(_digest_batch, collate_fn=option(part, "collate_fn", len), data=args.data)
+    digest = functools.partial(digest_batch, collate_fn=option(part, "collate_fn", len), data=args.data)
     reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)
     with contextlib.closing(reader):
         first, second, _, _, *later = (_digest(batch, args.data) for _, batch in reader(0, keys))  # in turn
     return first if {second, *later} == {first} else NEVER_THE_SAME  # of four, as two may be alike
 
 
-def _digest_batch(items: list, collate_fn: Callable, data: str) -> str:
+def digest_batch(items: list, collate_fn: Callable, data: str) -> str:
     """Return the digest of samples, and of the batch that a dataset's own collate_fn makes of them, if it can."""
     batch = None
     with contextlib.suppress(Exception):  # it may take another number of them

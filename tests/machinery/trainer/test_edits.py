@@ -20,7 +20,7 @@ from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 from torchvision.transforms import v2
 from truth import same_bits_everywhere
 
@@ -33,7 +33,7 @@ from lib.utils import distributed
 from lib.utils.checkpoint import state
 from lib.utils.data import loader, plan
 from lib.utils.monitoring.metrics import Ratio
-from scripts import check_plugins
+from scripts import check_loss, check_plugins
 
 FLAGS = f"{SMALL} -log_every 1"
 STOCK = f"{FLAGS} -deterministic no -cpu 2"
@@ -337,7 +337,7 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
     source += "nn.NLLLoss(weight=None)\nnn.CrossEntropyLoss(weight=w, reduction='none')\ng(reduction='sum') / 8"
     source += "\nF.cross_entropy(a, b, ignore_index=PAD)\nF.cross_entropy(a, b, ignore_index=-100)\nnn.CTCLoss()"
     source += "\ndef training_step(self, b): return f(b.masked_fill(b < 0, -100))"
-    tries = ((True,), [4, 12, 1, 2, 3, 9, 11]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
+    tries = ((True,), [4, 12, 1, 2, 3, 9]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
     for given, wanted in tries:
         assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
     collects = "def evaluation_step(self, model, b, n):\n self.seen.append(model(b))"
@@ -381,6 +381,9 @@ def on_evaluation(self, split, figures):
         assert [len([*check_plugins.faults(one, True, False, known)]) for one in sources] == [*wanted, *[0] * 12]
     for text in ("__getitem__(self): self.n += 1", "__call__(self): self.f()\ndef f(self): self.n = self.n + 1"):
         assert check_plugins.counters(f"def {text}") == {"n"}
+    for use, found in (("x(self.g)", {"g"}), ("x(self.g.manual_seed(i))", set()), ("x(self.r)", set())):
+        text = f"def __init__(self):\n self.g = torch.Generator()\ndef __getitem__(self, i): return {use}"
+        assert check_plugins.generators(text) == found
 
 
 class Drawn(Items):
@@ -388,6 +391,13 @@ class Drawn(Items):
 
     def __getitem__(self, index):
         return self.items[index][0] + torch.rand(64) * self.noise, 3 - self.items[index][1]
+
+
+class Numbered(Items):
+    """Samples that get their number as they are read."""
+
+    def __getitem__(self, index):
+        return torch.full((64,), self.known.setdefault(index, len(self.known)) / 9), self.items[index][1]
 
 
 BY_BATCHES = {"__getitems__": lambda self, indices: [self.items[index] for index in indices]}  # not of its samples
@@ -398,13 +408,23 @@ def test_samples_that_training_gets_otherwise_than_their_dataset_gives_them_are_
     noise = lambda batch, draws: (batch[0] + float(np.random.default_rng().random()), batch[1])  # noqa: E731
     logs = []
     batches = type("Batches", (Drawn,), BY_BATCHES)(**given, noise=0, on_device=noise)
-    for one, flags in ((batches, ""), (Drawn(**given, noise=1), "-balance")):
+    for one, flags in ((batches, ""), (Drawn(**given, noise=1), "-balance"), (Numbered(**given, known={}), "")):
         few = {"train": Subset(one, range(30)), "val": Subset(one, range(30, 40))}
+        if type(one) is Numbered:
+            few["val"] = Subset(ConcatDataset([one, one]), range(20, 40))
+        vars(few["val"])["sampler"], vars(few["train"])["batch_sampler"] = range(4), range(4)
         with plugins(dataset={"rows": lambda args, few=few: few}):
             logs.append(log_of(edited(tmp_path, f"-dataset rows -cpu 1 {flags} -model {type(one).__name__}")))
     texts = ["Batches by __getitems__, which gives others than __", "gives others each time", "val is a part of the"]
     texts += ["-balance goes by the dataset's list: there sample 0 has the class 0, and itself it has 3"]
-    assert [[said.count(text) for text in texts] for said in logs] == [[2, 2, 0, 0], [0, 0, 1, 1]]
+    texts += [
+        "what train gives for sample",
+        "10 of 20 samples of val are training samples",
+        "the sampler of val is not",
+    ]
+    texts += ["the batch_sampler of train is not used"]
+    wanted = [[2, 2, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]]
+    assert [[said.count(text) for text in texts] for said in logs] == wanted
 
 
 def test_what_a_pass_takes_from_the_one_before_is_found():
@@ -1172,6 +1192,22 @@ def balanced(net, _, outputs):
     """Give outputs that a kept number is a part of, and keep another one, which no loss has."""
     net.used, net.load = outputs.mean(), outputs.square().mean()
     return (outputs + net.used) * net.phase.real
+
+
+def some_rows(self, batch):
+    """Return the mean loss over the first sample and those of other classes than the first."""
+    rows = torch.cat([torch.tensor([0]), batch[1].nonzero().flatten()])
+    return nn.functional.cross_entropy(self.model(batch[0])[rows], batch[1][rows])
+
+
+def test_a_mean_over_another_number_in_each_micro_batch_is_named(tmp_path):
+    made = type("Some", (trainer.Trainer,), {"training_step": some_rows})
+    assert log_of(edited(tmp_path, "-cpu 1 -micro_batch 8", made)).count("the loss has a mean over") == 1
+    x, y = torch.randn(6, 3, requires_grad=True), torch.arange(6) % 3
+    losses = nn.CrossEntropyLoss()(x, y), -2 * nn.MSELoss()(x, x.detach()) + x.mean(), x.abs().sum() / 7
+    losses += nn.CrossEntropyLoss(reduction="sum")(x, y) / len(y), x.square().sum(), x.max() / 9
+    sizes = [[*check_loss.sizes_of_means(one.grad_fn)] for one in losses]
+    assert sizes == [[6], [18, 18], [7], [6], [], []]
 
 
 def test_a_kept_part_of_a_loss_is_named_and_complex_numbers_are_trained_averaged_and_saved(tmp_path):
