@@ -181,19 +181,16 @@ def test_damaged_best_weights_are_named_by_all_who_read_them(damage, copy, finis
     assert outcome(copy)["best"] is None and outcome(finished_run)["best"]
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(copy, refused):
+def test_a_newer_format_is_refused_and_a_run_whose_checkpoints_are_gone_does_not_begin_anew(copy, refused):
+    before = names(copy)
+    saves.change_manifest(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
+    line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
+    assert "is of format 9" in line and f"reads format {state.FORMAT}" in line and names(copy) == before
     shutil.rmtree(copy / "checkpoints")
     assert f"{copy}/checkpoints has no checkpoint, though" in refused(SMALL, out=copy.parent)
     run(copy.parent, f"{SMALL} -eval")
     (copy / "start.json").write_text("{")
     assert "start.json does not hold what the run's first" in refused(f"{SMALL} -cpu 1", out=copy.parent)
-
-
-def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, refused):
-    before = names(copy)
-    saves.change_manifest(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
-    line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
-    assert "is of format 9" in line and f"reads format {state.FORMAT}" in line and names(copy) == before
 
 
 def test_checkpoints_with_values_that_are_not_finite_are_refused_unless_allowed(copy, refused):

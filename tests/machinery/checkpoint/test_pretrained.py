@@ -152,9 +152,13 @@ def test_a_folder_of_shards_is_read_by_its_index(tmp_path, ending, write):
     assert re.search(f"No such file.*m-00002-of-00002.{ending}", refusal(tmp_path))
 
 
-def test_an_index_leads_to_no_file_outside_its_folder(tmp_path):
+def test_an_index_leads_to_no_file_outside_its_folder_and_a_folder_has_one_file_of_weights(tmp_path):
+    wanted = "a run's folder with best or final weights, a file, or a folder with one weights file is needed"
+    assert f"{wanted}; in this folder are none" in refusal(tmp_path)
     (tmp_path / "model").mkdir()
-    save(tensors_of(Tied()), tmp_path / "w.pt")
+    for name in ("v.pt", "w.pt"):
+        save(tensors_of(Tied()), tmp_path / name)
+    assert f"{wanted}; in this folder are v.pt, w.pt" in refusal(tmp_path)
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"head.weight": "../w.pt"}}))
     assert re.search("No such file.*model/w.pt", refusal(tmp_path / "model"))
@@ -163,14 +167,6 @@ def test_an_index_leads_to_no_file_outside_its_folder(tmp_path):
     assert "not a regular file" in refusal(tmp_path / "model")
     (tmp_path / "config.json").write_text("{}")
     assert "config.json: cannot be read" in refusal(tmp_path / "config.json")
-
-
-def test_a_folder_in_which_nothing_or_too_much_may_be_meant_is_refused(tmp_path):
-    wanted = "a run's folder with best or final weights, a file, or a folder with one weights file is needed"
-    assert f"{wanted}; in this folder are none" in refusal(tmp_path)
-    for name in ("a.pt", "b.pt"):
-        save(tensors_of(Tied()), tmp_path / name)
-    assert f"{wanted}; in this folder are a.pt, b.pt" in refusal(tmp_path)
 
 
 def no_network(*_, **__):

@@ -41,7 +41,7 @@ FAULTS = {  # samples that fail
 def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
     for indices, message in (
         ([3, 5, 4], r"\(while fetching sample 5\)"),
-        ([12, 13], r"NoneType: give the dataset a collate_fn, .*sample \[12, 13\]\)"),
+        ([12, 13], r"NoneType: give the dataset a collate_fn that .*sample \[12, 13\]\)"),
         ([*range(14, 5, -1)], r"sample \[14, 13, 12, 11, 10, 9, \.\.\.\]\)"),
         ([17], r"No such file or directory: .nowhere. \(while fetching sample 17\)"),
         ([21], r"StopIteration.*\(while fetching sample 21\)"),
@@ -68,14 +68,11 @@ def test_loader_processes_share_no_place_in_a_file_that_was_open_before(tmp_path
         assert rows == [[row] for row in range(8)]
 
 
-def test_answers_in_another_order_are_refused():
-    fetcher = Fetcher(Items([*range(8)]), 0, 0, pin=False)
+def test_answers_in_another_order_and_a_number_of_samples_that_set_epoch_changes_are_refused():
+    part = Items([*range(8)])
+    fetcher = Fetcher(part, 0, 0, pin=False)
     fetcher.loader = type("Mixed", (list,), {"num_workers": 2})([(micro_batch([1]), 1)])
     assert "answer in another order" in usage_error(next, fetcher(0, [micro_batch([0])]))
-
-
-def test_a_number_of_samples_that_set_epoch_changes_is_refused():
-    part = Items([*range(8)])
     part.set_epoch = lambda epoch: part.items.extend([8] * epoch)
     fetcher = Fetcher(Items(part.items, parts={"a": part}), 0, 0, pin=False)  # in which it is found
     next(fetcher(0, [micro_batch([1])]))

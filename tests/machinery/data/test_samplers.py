@@ -102,11 +102,6 @@ def test_a_sampler_that_cannot_be_right_is_one_line(name, error_of):
     assert WRONG[name] in error_of(f"-dataset {name} -arch norm_net -num_classes 4 -cpu 1")
 
 
-def test_a_sampler_that_draws_others_under_the_same_seed_is_warned_of(tmp_path):
-    folder = run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset own')} -cpu 1")
-    assert "what sampler gives differs each time it is read" in log_of(folder)
-
-
 @pytest.mark.parametrize(("data", "steps"), [("weighted", 2), ("few -balance", 4)])
 def test_doctor_plans_with_the_length_of_the_sampler(data, steps, tmp_path, capsys):
     run(tmp_path, f"{FLAGS} -dataset {data} -cpu 1 -limit_steps 1 -model planned", wanted=75)
@@ -114,7 +109,9 @@ def test_doctor_plans_with_the_length_of_the_sampler(data, steps, tmp_path, caps
     assert "resumes from" in (said := capsys.readouterr().out) and f"{steps} steps an epoch" in said
 
 
-def test_other_weights_are_other_data(tmp_path, refused, monkeypatch):
+def test_other_weights_are_other_data_and_a_sampler_that_draws_by_itself_is_named(tmp_path, refused, monkeypatch):
+    own = run(tmp_path, f"{FLAGS.replace('-dataset few', '-dataset own')} -cpu 1 -model own")
+    assert "what sampler gives differs each time it is read" in log_of(own)
     flags = FLAGS.replace("-dataset few", "-dataset weighted")
     run(tmp_path, f"{flags} -cpu 1 -limit_steps 2", wanted=75)
     monkeypatch.setitem(SAMPLERS, "weighted", lambda part: data.WeightedRandomSampler(HEAVY[::-1], 30))

@@ -47,18 +47,18 @@ def test_a_sum_has_the_same_bits_in_any_order_and_any_grouping(values, parts, dr
     assert total.reduce() == ({"loss": math.fsum(values)} if values else {})
 
 
-def test_a_tensor_counts_with_the_value_that_it_has_when_it_comes():
+def test_a_tensor_counts_with_its_value_when_it_comes_and_a_sum_that_overflows_or_is_nan_is_no_error():
     sums, value = metrics.Sums(), torch.ones(())
     assert [sums.update({"scale": value}) and value.add_(1).item() for _ in range(3)] == [2.0, 3.0, 4.0]
-    assert sums.reduce() == {"scale": 6.0}
-
-
-def test_a_sum_that_overflows_or_is_nan_is_no_error():
-    sums = metrics.Sums()
     sums.update({"large": 1e308, "opposite": math.inf, "nan": math.nan})
     sums.update({"large": 1e308, "opposite": -math.inf, "nan": 1.0})
     totals = sums.reduce()
-    assert totals["large"] == math.inf and math.isnan(totals["opposite"]) and math.isnan(totals["nan"])
+    assert (
+        totals["scale"] == 6.0
+        and totals["large"] == math.inf
+        and math.isnan(totals["opposite"])
+        and math.isnan(totals["nan"])
+    )
 
 
 def test_two_ranks_with_different_names_and_counts_have_the_same_exact_sums(tmp_path):

@@ -27,7 +27,10 @@ def all_tokens(folder, kind="uint16") -> list[int]:
     return np.concatenate([np.fromfile(folder / f"{split}.bin", kind) for split in ("train", "val")]).tolist()
 
 
-def test_bytes_are_tokens_without_a_package(texts, tmp_path, monkeypatch, capsys):
+def test_bytes_are_tokens_without_a_package_and_no_character_is_cut(texts, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("ü€" * 9)
+    for train_bytes in range(46):
+        assert "".join(part.decode() for _, part in make_tokens.pieces([tmp_path / "a.txt"], train_bytes)) == "ü€" * 9
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setattr(make_tokens, "PIECE", 1000)
     out = tmp_path / "tokens"
@@ -82,12 +85,6 @@ def test_the_splits_are_those_that_names_say(tmp_path, refused, capsys):
     assert "-val: the names of the texts say" in refused(tmp_path, "-bytes", "-val", "0.1")
     (tmp_path / "test.txt").unlink()
     assert "test.bin: it would be taken with these" in refused(tmp_path, "-bytes")
-
-
-def test_no_character_is_cut_between_train_and_val(tmp_path):
-    (tmp_path / "a.txt").write_text("ü€" * 9)
-    for train_bytes in range(46):
-        assert "".join(part.decode() for _, part in make_tokens.pieces([tmp_path / "a.txt"], train_bytes)) == "ü€" * 9
 
 
 @require_package("tokenizers", "world")

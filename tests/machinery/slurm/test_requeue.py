@@ -56,7 +56,11 @@ def test_time_limits_and_lost_processes_are_requeued_and_failures_are_not():
     assert verdict_for(None, recorded={**error, "may_pass": True})[0] and verdict_for("running", recorded=error)[0]
 
 
-def test_the_exception_that_ends_a_start_is_recorded(stopped, monkeypatch):
+def test_the_exception_that_ends_a_start_is_recorded_and_errors_that_mean_a_lost_peer_are(stopped, monkeypatch):
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5")
+    aborted = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1")
+    others = ConnectionResetError(104, "of a tracker's server"), RuntimeError("data/igloo/1.jpg is no image")
+    assert [*map(run_folder.is_lost_peer, (closed, aborted, *others))] == [True, True, False, False]
     monkeypatch.setenv(requeue.HISTORY, str(stopped))
     for error in (torch.distributed.DistBackendError("gone"), ValueError("no class"), OSError("later")):
         with pytest.raises(type(error)):
@@ -72,13 +76,6 @@ def test_a_second_start_in_a_row_without_progress_is_the_last():
         assert verdict_for(**facts, gained=True, in_vain=True) == (True, why)
         wanted = (False, f"{why}, and two starts in a row gained nothing")
         assert verdict_for(**facts, gained=False, in_vain=True) == wanted
-
-
-def test_errors_that_mean_a_lost_peer_are_recognized():
-    closed = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5")
-    aborted = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1")
-    others = ConnectionResetError(104, "of a tracker's server"), RuntimeError("data/igloo/1.jpg is no image")
-    assert [*map(run_folder.is_lost_peer, (closed, aborted, *others))] == [True, True, False, False]
 
 
 def test_a_refused_start_is_not_requeued_whatever_the_outcome_of_other_starts(stopped, monkeypatch, capsys):
@@ -128,13 +125,9 @@ def fake_scontrol(folder: Path, job: str):
     fake_program(folder, "scontrol", f'echo "$@" >> {folder}/calls\necho "JobId=12 {job}"')
 
 
-def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeue(stopped):
+def test_a_job_is_requeued_once_for_each_start_and_without_scontrol_the_command_is_printed(stopped, monkeypatch):
     said = python("-m", "scripts.slurm.requeue", stopped, "0", code=75, env=dict(os.environ))
-    assert "type: scontrol requeue 12" in said
-    assert "requeued" not in json.loads(stopped.read_text())
-
-
-def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
+    assert "type: scontrol requeue 12" in said and "requeued" not in json.loads(stopped.read_text())
     fake_scontrol(stopped.parent, "JobState=RUNNING PreemptTime=None")
     assert requeue.finish_job(stopped, 0) == 0
     assert (stopped.parent / "calls").read_text().splitlines()[-1] == "requeue 12"

@@ -1204,10 +1204,9 @@ def test_a_mean_over_another_number_in_each_micro_batch_is_named(tmp_path):
     made = type("Some", (trainer.Trainer,), {"training_step": some_rows})
     assert log_of(edited(tmp_path, "-cpu 1 -micro_batch 8", made)).count("the loss has a mean over") == 1
     x, y = torch.randn(6, 3, requires_grad=True), torch.arange(6) % 3
-    losses = nn.CrossEntropyLoss()(x, y), -2 * nn.MSELoss()(x, x.detach()) + x.mean(), x.abs().sum() / 7
-    losses += nn.CrossEntropyLoss(reduction="sum")(x, y) / len(y), x.square().sum(), x.max() / 9
-    sizes = [[*check_loss.sizes_of_means(one.grad_fn)] for one in losses]
-    assert sizes == [[6], [18, 18], [7], [6], [], []]
+    losses = nn.CrossEntropyLoss()(x, y), -2 * nn.MSELoss()(x, x.detach()) + x.mean(), x.abs().sum() / 7, x.max() / 9
+    losses += nn.CrossEntropyLoss(reduction="sum")(x, y) / len(y), x.square().sum()
+    assert [[*check_loss.sizes_of_means(one.grad_fn)] for one in losses] == [[6], [18, 18], [7], [], [6], []]
 
 
 def test_a_kept_part_of_a_loss_is_named_and_complex_numbers_are_trained_averaged_and_saved(tmp_path):

@@ -38,13 +38,6 @@ def test_a_label_out_of_range_or_a_row_of_no_probabilities_in_any_batch_is_one_l
         assert re.search(ROW if isinstance(bad, list) else RANGE.format(bad), refused(FLAGS))
 
 
-def test_a_batch_with_a_label_and_a_target_is_refused_and_an_edit_of_the_table_of_losses_holds(monkeypatch):
-    batch = {"input": ROWS, "label": LABELS, "target": LABELS}
-    assert "a batch has a label and a target" in usage_error(losses.forward, nn.Linear(64, 4), batch, criterion())
-    monkeypatch.setitem(losses.BY_NAME, "cross_entropy", nn.CrossEntropyLoss)
-    assert type(criterion()) is nn.CrossEntropyLoss and criterion("-ignore_index 3").ignore_index == 3
-
-
 @pytest.mark.parametrize("lengths", [(5, 4), (4, 5)])
 def test_a_batch_as_long_as_there_are_classes_does_not_change_where_they_are(lengths):
     """Of four classes; sequences that are padded to the longest in their batch."""
@@ -68,11 +61,15 @@ def test_labels_of_any_whole_type_give_the_loss_of_int64(kind):
     assert measured(criterion(), (rows, places.to(kind))).keys() == {"bits_per_token"}
 
 
-def test_a_label_156_in_uint8_counts():
+def test_a_label_156_in_uint8_counts_and_an_edit_of_the_table_of_losses_holds(monkeypatch):
     batch = torch.randn(3, 200), torch.tensor([156, 3, 156], dtype=torch.uint8)
     assert [losses.count_targets(criterion(flags), batch, 3) for flags in ("", "-ignore_index 156")] == [3, 1]
     assert losses.count_targets(nn.NLLLoss(ignore_index=3), batch, 3) == 2, "a loss of one's own counts alike"
     assert losses.count_targets(criterion(), batch[0][:2], 3) == 2, "a collate_fn has left one out"
+    both = {"input": ROWS, "label": LABELS, "target": LABELS}
+    assert "a batch has a label and a target" in usage_error(losses.forward, nn.Linear(64, 4), both, criterion())
+    monkeypatch.setitem(losses.BY_NAME, "cross_entropy", nn.CrossEntropyLoss)
+    assert type(criterion()) is nn.CrossEntropyLoss and criterion("-ignore_index 3").ignore_index == 3
 
 
 @pytest.mark.parametrize("name", ["mse", "l1", "huber"])
