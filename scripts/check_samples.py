@@ -29,7 +29,7 @@ from lib.utils.data.tensors import named_tensors, to_device
 from lib.utils.data.transforms import Pixels
 
 log = logging.getLogger(__name__)
-ROWS, FORK_S, LOST_S = 8, 0.1, 5.0  # of what is read in another order: how many, and seconds to read and to wait
+ROWS, FORK_S, LOST_S = 8, 0.1, 5.0  # in another order: samples, seconds to read them in, seconds to wait for that
 DIFFERS = "what %s gives differs each time it is read: no resume is exact (own generators?)"
 BATCHES = "training reads %s by __getitems__, which gives others than __getitem__"
 DRAWN = "%s is a part of the training samples, and drawn at random like them (augmented?)"
@@ -112,20 +112,21 @@ def warn_of_order(trainer: Any, split: str, loader: Loader) -> None:
     if split != "train" or not world.is_main or sys.platform != "linux" or fetch.gives_batches(dataset):
         return
     rows = list(dict.fromkeys(number * (len(dataset) - 1) // ROWS for number in range(ROWS + 1)))
-    found = read_in_fork(loader, rows, trainer.args.data)
-    back = [*found][::-1]
-    again = read_in_fork(loader, [*(row + len(dataset) for row in back), *back], trainer.args.data)
+    found = read_in_fork(loader, rows, trainer.args.data, FORK_S)
+    back = [*found][::-1] if len(found) > 2 else []  # samples take long to read
+    others = [row + len(dataset) for row in back]
+    again = read_in_fork(loader, [*others, *back], trainer.args.data, 3 * FORK_S) if back else {}
     if odd := [row for row in found if again.get(row, found[row]) != found[row]]:
         log.warning(ORDER, split, odd[0])
 
 
-def read_in_fork(loader: Loader, indices: list[int], data: str) -> dict[int, str]:
-    """Return the digests of samples that a forked process reads one by one, of as many as it can in FORK_S."""
+def read_in_fork(loader: Loader, indices: list[int], data: str, seconds: float) -> dict[int, str]:
+    """Return the digests of samples that a forked process reads, the first one and as many as it can in `seconds`."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     digest = functools.partial(fingerprint.digest_batch, collate_fn=fetch.option(loader.dataset, "collate_fn", len))
     reader = fetch.Fetch(loader.dataset, loader.seed, functools.partial(digest, data=data))
-    process = context.Process(target=send_digests, args=(reader, indices, theirs, os.getpid()), daemon=True)
+    process = context.Process(target=send_digests, args=(reader, indices, seconds, theirs, os.getpid()), daemon=True)
     with fetch.stop_signals_blocked():
         process.start()
     theirs.close()
@@ -139,13 +140,14 @@ def read_in_fork(loader: Loader, indices: list[int], data: str) -> dict[int, str
         ours.close()
 
 
-def send_digests(reader: fetch.Fetch, indices: list[int], pipe: Connection, parent: int) -> None:
+def send_digests(reader: fetch.Fetch, indices: list[int], seconds: float, pipe: Connection, parent: int) -> None:
     """Read samples in a process that `parent` has forked, and send their digests."""
     fetch.begin_worker(parent, 0)
-    found, end = {}, time.monotonic() + FORK_S
+    found, end = {}, None
     with contextlib.suppress(Exception):  # what fails here fails in training, too, with its message
         for index in indices:
-            _, found[index] = reader[0, MicroBatch(0, 0, [index], 1, 1, 1, first=True, last=True)]
+            found[index] = str(reader[0, MicroBatch(0, 0, [index], 1, 1, 1, first=True, last=True)][1])
+            end = end or time.monotonic() + seconds  # the first read may open files
             if time.monotonic() > end:
                 break
     pipe.send(found)
