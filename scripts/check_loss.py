@@ -1,5 +1,6 @@
 """Finds losses that stretch (N, 1) and (N,) to (N, N), lack a term, or are means over numbers that nobody counts."""
 
+import contextlib
 import copy
 import logging
 import math
@@ -72,7 +73,9 @@ def check_pass(trainer: Any, loss: Tensor, count: Tensor | int) -> None:
     is_watched = steps < STEPS and micro_batch.step_parts > 1 and micro_batch.count and trainer.world.is_main
     if not is_watched or MEAN in known or float(count) != micro_batch.count:
         return
-    found = list(sizes_of_means(loss.grad_fn))
+    found = []
+    with contextlib.suppress(Exception):  # of a graph that torch shows in another way
+        found = list(sizes_of_means(loss.grad_fn))
     for place, size in enumerate(found):
         before = known.setdefault((len(found), place, micro_batch.count), size)
         if abs(size - before) > OTHER_SIZE * before and MEAN not in known:

@@ -43,7 +43,7 @@ OF_PARTS = {  # flags by which the run makes a trainer's parts
     "optimizer": ("optimizer", "optimizer_arg", "weight_decay", "momentum"),
 }
 WITH_MODES = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # layers that training mode changes
-OWN_DRAWS = {"Generator", "default_rng", "RandomState", "Random"}  # generators that no run seeds
+OWN_DRAWS = re.compile(r"\b((torch|random)\.Generator|default_rng|RandomState|Random)\(")  # which no run seeds
 GENERATOR = (
     "what %s draws by its %s depends on what was read before it: draw by torch, numpy.random or random, which are "
     "seeded for each sample"
@@ -349,8 +349,8 @@ def counters(source: str) -> set[str]:
 def generators(source: str) -> set[str]:
     """Return the attributes of a dataset's or transform's class by which it draws, seeded once for many samples."""
     nodes = [*walk(ast.parse(source))]
-    made = [one for one in nodes if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call)]
-    found = {name for one in made if name_of(one.value) in OWN_DRAWS for name in _attributes(one, ast.Store)}
+    made = [one for one in nodes if isinstance(one, ast.Assign) and OWN_DRAWS.search(text_of(one.value))]
+    found = {name for one in made for name in _attributes(one, ast.Store)}
     readers = _readers(source)
     read = {name for one in readers for name in _attributes(one, ast.Load)}
     is_seeded = re.search(r"seed\(|set_state|\.state\b", "".join(map(text_of, readers)))

@@ -29,7 +29,7 @@ from lib.utils.data.tensors import named_tensors, to_device
 from lib.utils.data.transforms import Pixels
 
 log = logging.getLogger(__name__)
-ROWS, FORK_S, LOST_S = 8, 0.1, 5.0  # in another order: samples, seconds to read them in, seconds to wait for that
+ROWS, FORK_S, LOST_S = 8, 0.1, 3.0  # in another order: samples, seconds to read them in, seconds to wait for that
 DIFFERS = "what %s gives differs each time it is read: no resume is exact (own generators?)"
 BATCHES = "training reads %s by __getitems__, which gives others than __getitem__"
 DRAWN = "%s is a part of the training samples, and drawn at random like them (augmented?)"
@@ -113,7 +113,7 @@ def warn_of_order(trainer: Any, split: str, loader: Loader) -> None:
         return
     rows = list(dict.fromkeys(number * (len(dataset) - 1) // ROWS for number in range(ROWS + 1)))
     found = read_in_fork(loader, rows, trainer.args.data, FORK_S)
-    back = [*found][::-1] if len(found) > 2 else []  # samples take long to read
+    back = [*found][::-1] if len(found) > 2 else []  # fewer take long to read
     others = [row + len(dataset) for row in back]
     again = read_in_fork(loader, [*others, *back], trainer.args.data, 3 * FORK_S) if back else {}
     if odd := [row for row in found if again.get(row, found[row]) != found[row]]:
