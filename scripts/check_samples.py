@@ -29,7 +29,7 @@ from lib.utils.data.tensors import named_tensors, to_device
 from lib.utils.data.transforms import Pixels
 
 log = logging.getLogger(__name__)
-ROWS, FORK_S, LOST_S = 8, 0.1, 3.0  # in another order: samples, seconds to read them in, seconds to wait for that
+ROWS, FORK_S, LOST_S = 8, 0.1, 1.5  # in another order: samples, seconds to read them in, seconds to wait for that
 DIFFERS = "what %s gives differs each time it is read: no resume is exact (own generators?)"
 BATCHES = "training reads %s by __getitems__, which gives others than __getitem__"
 DRAWN = "%s is a part of the training samples, and drawn at random like them (augmented?)"
