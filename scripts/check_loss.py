@@ -71,7 +71,7 @@ def check_pass(trainer: Any, loss: Tensor, count: Tensor | int) -> None:
         warn_lost_terms(trainer, loss)
     known = sizes.setdefault(trainer, {})
     is_watched = steps < STEPS and micro_batch.step_parts > 1 and micro_batch.count and trainer.world.is_main
-    if not is_watched or MEAN in known or float(count) != micro_batch.count:
+    if not is_watched or MEAN in known:
         return
     found = []
     with contextlib.suppress(Exception):  # of a graph that torch shows in another way
@@ -79,8 +79,9 @@ def check_pass(trainer: Any, loss: Tensor, count: Tensor | int) -> None:
     for place, size in enumerate(found):
         before = known.setdefault((len(found), place, micro_batch.count), size)
         if abs(size - before) > OTHER_SIZE * before and MEAN not in known:
-            known[MEAN] = True
-            log.warning(MEAN, before, micro_batch.count, size)
+            known[MEAN] = float(count) == micro_batch.count  # waits for the device, once
+            if known[MEAN]:
+                log.warning(MEAN, before, micro_batch.count, size)
 
 
 def sizes_of_means(node: Any, depth: int = 30) -> Iterator[float]:
@@ -95,8 +96,9 @@ def sizes_of_means(node: Any, depth: int = 30) -> Iterator[float]:
         shape = of_input[node.next_functions[0][1]].shape
         yield math.prod(shape) / (shape[1] if name.startswith("NllLoss") and len(shape) > 1 else 1)
     elif name == "DivBackward0" and is_sum(below[0]):
-        if len(below) == 1 and node._saved_other.numel() == 1:
-            yield float(node._saved_other)
+        other = node._saved_other
+        if len(below) == 1 and other.numel() == 1 and other.device.type == "cpu":  # else it would wait for a device
+            yield float(other)
     elif name in LINEAR or name == "DivBackward0":
         for one in below:
             yield from sizes_of_means(one, depth - 1)
