@@ -9,6 +9,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -40,6 +41,10 @@ ORDER = (
 )
 UNUSED = "the %s of %s is not used: %s"
 OVERLAP = "%d of %d samples of %s are training samples, too: its figures are not those of new data"
+NUMBERS = "%s has its own %s (%d in all): %r is %s there and %s in training; if samples hold it, take the training's"
+SCALES = "%s has its own %s (%d in all), %s, and training has %s: if it scales samples, take the training's"
+SCALING = re.compile(r"(^|[._])(mean|std|var|mu|median)s?([._]|$)|\.(scale|min)_$")  # in names
+LISTS = "classes_", "categories_"
 LABELS = "%s goes by the dataset's list: there sample %d has the class %s, and itself it has %s"
 
 
@@ -50,6 +55,7 @@ def warn(trainer: Any) -> None:
             for check in (
                 warn_of_samplers,
                 warn_of_overlap,
+                warn_of_own,
                 warn_of_batches,
                 warn_of_draws,
                 warn_of_order,
@@ -71,7 +77,12 @@ def are_alike(one: Any, other: Any) -> bool:
     """Return whether two batches have the same numbers, of any type, up to rounding."""
     parts, others = (dict(named_tensors(batch)) for batch in (one, other))
     both = [(part.to(torch.complex128), others[name].to(torch.complex128)) for name, part in parts.items()]
-    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in both)
+    return all(is_close(a, b) for a, b in both)
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of the same type have the same shape, and the same numbers up to rounding."""
+    return one.shape == other.shape and torch.allclose(one, other, equal_nan=True)
 
 
 def warn_of_batches(trainer: Any, split: str, loader: Loader) -> None:
@@ -189,6 +200,68 @@ def places(dataset: Any, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield from places(part, rows[(rows >= begin) & (rows < end)] - begin)
     else:
         yield id(dataset), rows
+
+
+def warn_of_own(trainer: Any, split: str, loader: Loader) -> None:
+    """Warn of what each split's dataset has made from its own samples, and should share: numbers of names, scales."""
+    of_train = {type(one): one for one in fetch.nested(trainer.loaders["train"].dataset)}
+    numbers, scales = {}, {}
+    for one in fetch.nested(loader.dataset) if split != "train" else ():
+        own, others = own_values(one), own_values(of_train.get(type(one)))
+        for name in sorted(own.keys() & others.keys()):
+            value, other, where = own[name], others[name], f"{type(one).__name__}.{name}"
+            if isinstance(value, dict) and isinstance(other, dict):
+                odd = [(key, value[key], other.get(key, "none")) for key in renumbered(value, other)]
+                if 2 * len(value.keys() & other.keys()) >= len(value):  # else names of its files, or the like
+                    numbers |= {where: odd[0]} if odd else {}
+            elif isinstance(value, Tensor) and isinstance(other, Tensor) and not is_close(value, other):
+                scales[where] = [part.flatten()[:3].tolist() for part in (value, other)]
+    for text, found in ((NUMBERS, numbers), (SCALES, scales)):
+        for where, facts in [*found.items()][:1]:
+            log.warning(text, split, where, len(found), *facts)
+
+
+def renumbered(own: dict[str, int], others: dict[str, int]) -> list[str]:
+    """Return the names that have another number, or whose number another name has."""
+    names = {number: name for name, number in others.items()}
+    return [one for one, number in own.items() if others.get(one, number) != number or names.get(number, one) != one]
+
+
+def own_values(dataset: Any) -> dict[str, dict[str, int] | Tensor]:
+    """Return the attributes that number names, as {name: number}, and means and scales, as tensors."""
+    found = {}
+    for name, value in attributes(dataset):
+        if numbers := numbering(value, len(dataset)):
+            found[name] = numbers
+        elif SCALING.search(name.lower()):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a function, None
+                found[name] = torch.as_tensor(value, dtype=torch.float64)
+    return found
+
+
+def attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a dataset's attributes; of a table of pandas its categories, of a part of scikit-learn what is fitted."""
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if hasattr(value, "select_dtypes"):
+            columns = value.select_dtypes("category")
+            yield from ((f"{name}[{key!r}]", [*map(str, columns[key].cat.categories)]) for key in columns)
+        elif hasattr(value, "fit"):
+            fitted = {key: part for key, part in vars(value).items() if key.endswith("_")}
+            yield from ((f"{name}.{key}", part) for key, part in fitted.items() if key not in LISTS)
+            lists = fitted.get("categories_", [fitted["classes_"]] if "classes_" in fitted else [])
+            yield from ((f"{name}.{number}", [*map(str, one)]) for number, one in enumerate(lists))
+        else:
+            yield name, value
+
+
+def numbering(value: Any, count: int) -> dict[str, int] | None:
+    """Return {name: number} of a vocabulary or the like, None for what is none. `count`: of samples, not of names."""
+    if isinstance(value, list | tuple) and len(value) != count:
+        names = [one for one in value if isinstance(one, str)]
+        value = {one: number for number, one in enumerate(names)} if len(names) == len(value) else None
+    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value):
+        return None
+    return value if {*value.values()} in ({*range(len(value))}, {*range(1, len(value) + 1)}) else None
 
 
 def warn_of_device(trainer: Any, split: str, loader: Loader) -> None:

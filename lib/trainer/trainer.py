@@ -99,7 +99,7 @@ class Trainer:
 
     def fit(self, past: Past | None = None) -> str:
         """Train from `past` (resume.find), or from step 0, to the end or to a stop. Returns what `finish` returns."""
-        replicas.check_names(self)
+        distributed.attempt(lambda: replicas.check_names(self), self.world)  # all handle signals from here on
         with self.stop.handle_signals(), just_in_time.saving(self):
             self.resume(past)
             self.rate.begin(self.state)
