@@ -106,7 +106,7 @@ def sizes_of_means(node: Any, depth: int = 30) -> Iterator[float]:
 
 def is_sum(node: Any) -> bool:
     """Return whether a node of a gradient's graph is a sum over all values, of a loss or by itself."""
-    return node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == 2
+    return node.name() in ("SumBackward0", "NansumBackward0") or getattr(node, "_saved_reduction", None) == 2
 
 
 def warn_lost_terms(trainer: Any, loss: Any) -> None:
