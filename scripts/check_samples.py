@@ -44,7 +44,6 @@ OVERLAP = "%d of %d samples of %s are training samples, too: its figures are not
 NUMBERS = "%s has its own %s (%d in all): %r is %s there and %s in training; if samples hold it, take the training's"
 SCALES = "%s has its own %s (%d in all), %s, and training has %s: if it scales samples, take the training's"
 SCALING = re.compile(r"(^|[._])(mean|std|var|mu|median)s?([._]|$)|\.(scale|min)_$")  # in names
-LISTS = "classes_", "categories_"
 LABELS = "%s goes by the dataset's list: there sample %d has the class %s, and itself it has %s"
 
 
@@ -246,10 +245,11 @@ def attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
             columns = value.select_dtypes("category")
             yield from ((f"{name}[{key!r}]", [*map(str, columns[key].cat.categories)]) for key in columns)
         elif hasattr(value, "fit"):
-            fitted = {key: part for key, part in vars(value).items() if key.endswith("_")}
-            yield from ((f"{name}.{key}", part) for key, part in fitted.items() if key not in LISTS)
-            lists = fitted.get("categories_", [fitted["classes_"]] if "classes_" in fitted else [])
-            yield from ((f"{name}.{number}", [*map(str, one)]) for number, one in enumerate(lists))
+            for key, part in vars(value).items():
+                if key == "categories_":
+                    yield from ((f"{name}.{key}[{number}]", [*map(str, one)]) for number, one in enumerate(part))
+                elif key.endswith("_"):
+                    yield f"{name}.{key}", [*map(str, part)] if key == "classes_" else part
         else:
             yield name, value
 

@@ -25,14 +25,15 @@ class Trainer(trainer.Trainer):
         preemption.ASK_EVERY_S = float(os.environ.get("VOTE_S", 0))
         super().__init__(*parts)
         self.fault = json.loads(os.environ.get("FAULT", "{}"))
+        self.act("start")
 
     def training_step(self, batch):
-        self.act()
+        self.act(self.state.step)
         return super().training_step(batch)
 
-    def act(self):
+    def act(self, moment):
         fault = self.fault
-        if fault.get("step") == self.state.step and fault.get("rank", self.world.rank) == self.world.rank:
+        if fault.get("step") == moment and fault.get("rank", self.world.rank) == self.world.rank:
             self.fault = {}
             write_note(Path(fault["notes"]), self.world.rank)
             FAULTS[fault["do"]](fault)

@@ -158,6 +158,12 @@ def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uni
         os.kill(run.pid, number)
         run.ends_with(75)
         assert run.text() == f"train.py: {number.name} before or after the training: {QUIET}\n"
+    run = start("early", fault={"do": "pause", "step": "start", "rank": 0})
+    run.wait_for_notes(1)
+    time.sleep(1)  # rank 1 is there, too
+    os.kill(run.pid, signal.SIGTERM)
+    run.ends_with(75)
+    assert run.outcome()["state"] == "running" and QUIET in run.text(), "and not failed, for want of a process"
     run = start("early")
     assert run.wait() == 0, run.text()
     assert run.weights() == uninterrupted.weights()

@@ -406,12 +406,14 @@ BY_BATCHES = {"__getitems__": lambda self, indices: [self.items[index] for index
 def test_samples_that_training_gets_otherwise_than_their_dataset_gives_them_are_named(tmp_path):
     given = {"items": [(torch.full((64,), row / 9), row % 4) for row in range(40)], "labels": torch.arange(40) % 4}
     noise = lambda batch, draws: (batch[0] + float(np.random.default_rng().random()), batch[1])  # noqa: E731
-    logs = []
+    fitted = [types.SimpleNamespace(fit=0, classes_=["a", "b"][::step], mean_=step, scale_=None) for step in (1, -1)]
+    given, logs = {**given, "coder": fitted[0]}, []
     batches = type("Batches", (Drawn,), BY_BATCHES)(**given, noise=0, on_device=noise)
     for one, flags in ((batches, ""), (Drawn(**given, noise=1), "-balance"), (Numbered(**given, known={}), "")):
         few = {"train": Subset(one, range(30)), "val": Subset(one, range(30, 40))}
         if type(one) is Numbered:
             few["val"] = Subset(ConcatDataset([one, one]), range(20, 40))
+        few["test"] = type(one)(**vars(one) | {"coder": fitted[1]})
         vars(few["val"])["sampler"], vars(few["train"])["batch_sampler"] = range(4), range(4)
         with plugins(dataset={"rows": lambda args, few=few: few}):
             logs.append(log_of(edited(tmp_path, f"-dataset rows -cpu 1 {flags} -model {type(one).__name__}")))
@@ -422,9 +424,10 @@ def test_samples_that_training_gets_otherwise_than_their_dataset_gives_them_are_
         "10 of 20 samples of val are training samples",
         "the sampler of val is not",
     ]
-    texts += ["the batch_sampler of train is not used"]
-    wanted = [[2, 2, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]]
-    assert [[said.count(text) for text in texts] for said in logs] == wanted
+    texts += ["the batch_sampler of train is not used", "(1 in all): 'b' is 0 there and 1 in training"]
+    texts += ["mean_ (1 in all), [-1.0], and training has [1.0]"]
+    wanted = [[3, 3, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
+    assert [[said.count(text) for text in texts] for said in logs] == [[*one, 1, 1, 1, 1] for one in wanted]
 
 
 def test_what_a_pass_takes_from_the_one_before_is_found():
