@@ -1,4 +1,4 @@
-"""Sums over ranks, F1 and metrics.jsonl: exact, correct after a resume, and safe on a full disk."""
+"""Sums over ranks, F1, speed and metrics.jsonl: exact, correct after a resume, and safe on a full disk."""
 
 import json
 import math
@@ -14,8 +14,9 @@ from torch import nn
 from truth import measured
 
 from lib.core.loss import CrossEntropy
+from lib.utils.checkpoint.state import State
 from lib.utils.compat.metrics_tracker import MetricsTracker
-from lib.utils.monitoring import metrics
+from lib.utils.monitoring import metrics, throughput
 
 
 def test_intervals_add_up_to_epochs_and_nothing_is_counted_twice():
@@ -148,3 +149,18 @@ def test_f1_is_that_of_scikit_learn_for_labels_of_any_type(kind, classes):
     for loss, counted in ((CrossEntropy(), targets >= 0), (CrossEntropy(ignore_index=2), targets != 2)):
         truth = f1_score(targets[counted], outputs[counted].argmax(1), average="macro")
         assert measured(loss, *parts)["f1"] == pytest.approx(truth)
+
+
+def test_speed_data_share_and_time_left_are_computed_from_the_clock(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
+    state = State(step=4, samples=36)
+    rate = throughput.Throughput(24, state, torch.device("cpu"))
+    for samples, left_s in ((36, 16 * 8 / 4), (32, 12 * 19 / 8)):  # of two epochs
+        for _ in rate.time_data_loading(clock.append(clock.pop() + 0.5) for _ in range(4)):
+            clock[0] += 1.5
+            state.step += 1
+        state.samples += samples
+        figures = {"samples_per_s": samples / 8, "data_share": 0.25, "left_s": left_s}
+        assert rate.interval(state).items() >= figures.items()
+        clock[0] += 3  # an evaluation

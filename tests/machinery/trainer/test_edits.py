@@ -338,10 +338,11 @@ def test_losses_that_are_no_means_and_evaluations_of_other_models_are_found():
     source += "\nF.cross_entropy(a, b, ignore_index=PAD)\nF.cross_entropy(a, b, ignore_index=-100)\nnn.CTCLoss()"
     source += "\ndef training_step(self, b): return f(b.masked_fill(b < 0, -100))"
     tries = ((True,), [4, 12, 1, 2, 3, 9]), ((True, False, {"targets"}), [4, 1, 2, 3]), ((False,), [4])
+    found_at = lambda text, *given: [line for line, _ in check_plugins.faults(text, *given)]  # noqa: E731
     for given, wanted in tries:
-        assert [line for line, _ in check_plugins.faults(source, *given)] == wanted
+        assert found_at(source, *given) == wanted
     collects = "def evaluation_step(self, model, b, n):\n self.seen.append(model(b))"
-    assert [[line for line, _ in check_plugins.faults(collects, False, two)] for two in (True, False)] == [[2], []]
+    assert [found_at(collects, False, two) for two in (True, False)] == [[2], []]
     shares = """
 def compute_metrics(self, o, t):
   self.keep(o); self.confusion[t, o] += 1
@@ -355,21 +356,18 @@ def on_evaluation(self, split, figures):
   if not self.world.is_main: return
   self.save()
 """
-    assert [line for line, _ in check_plugins.faults(shares, False, True)] == [3, 4, 6, 7, 12]
+    assert found_at(shares, False, True) == [3, 4, 6, 7, 12]
     drops = (
         "def forward(self, x):\n F.dropout(x, 0.5)\n self.drop(x)\n F.scaled_dot_product_attention(x, dropout_p=p)"
     )
-    assert [line for line, _ in check_plugins.faults(f"{drops}\ndef g(x): F.dropout(x, self.training)", False)] == [
-        2,
-        4,
-    ]
+    assert found_at(f"{drops}\ndef g(x): F.dropout(x, self.training)", False) == [2, 4]
     late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
-    assert [line for line, _ in check_plugins.faults(f"{late}\ndef train_step(self, x):\n [*x]", False)] == [2, 4, 6]
+    assert found_at(f"{late}\ndef train_step(self, x):\n [*x]", False) == [2, 4, 6]
     reads = "def training_step(self, b):\n next(iter(self.loaders['val'].epoch(0))); self.f(); next(self.own)\n"
     reads += "def f(self):\n one = it.epoch(0); next(one); next(self.one)\ndef train_step(self, one):\n next(one)\n"
     reads += "def optimizer_step(s):\n with rng(): next(it.epoch(0))\ndef g(s): self.one = x.epoch(1); next(self.one)"
     for two, wanted in ((False, [2, 4, 4]), (True, [2, 4, 4, 8])):
-        assert [line for line, _ in check_plugins.faults(reads, False, two)] == wanted
+        assert found_at(reads, False, two) == wanted
     head = "def training_step(self, b):\n x, y, m = b; o = f(x)\n l = nll(o, y, reduction='none')\n n = m.sum()\n"
     wrong = "(l * m).sum() / n; torch.sum(l[m]) / m.sum().clamp(1); -l.sum(); l.mean() + torch.sum((o - y) ** 2); "
     wrong += "l[y > 0].mean(); torch.masked_select(l, ~y.isnan()).mean(); F.cross_entropy(o[b.mask], y[b.mask]) * 2"
@@ -378,12 +376,17 @@ def on_evaluation(self, split, figures):
     right += "l[0].mean(); l[y].mean(); l[len(x) > 2].mean(); l[y > 0].mean() * n; nll(o[y > 0], reduction='sum') / 9"
     for known, wanted in ((), [1] * 7), ({"targets"}, [0, 0, 1, 1, 0, 0, 0]):
         sources = [f"{head} return {one}" for one in f"{wrong}; {right}".split("; ")]
-        assert [len([*check_plugins.faults(one, True, False, known)]) for one in sources] == [*wanted, *[0] * 12]
+        assert [len(found_at(one, True, False, known)) for one in sources] == [*wanted, *[0] * 12]
     for text in ("__getitem__(self): self.n += 1", "__call__(self): self.f()\ndef f(self): self.n = self.n + 1"):
         assert check_plugins.counters(f"def {text}") == {"n"}
     for use, found in (("x(self.g)", {"g"}), ("x(self.g.manual_seed(i))", set()), ("x(self.r)", set())):
         text = f"def __init__(self):\n self.g = torch.Generator()\ndef __getitem__(self, i): return {use}"
         assert check_plugins.generators(text) == found
+    for use in ("tuple(one.detach() for one in self.h)", "repackage_hidden(self.h)", "self.h.detach()"):
+        text = f"def forward(self, x):\n %s\n self.h = self.rnn(x, {use})"
+        carried, own = text % "if x: self.h = x", text % "self.h = x"
+        assert [fault[:6] for _, fault in check_plugins.faults(carried, True)] == ["self.h"]
+        assert not [*check_plugins.faults(own, True), *check_plugins.faults(carried, True, known={"h"})]
 
 
 class Drawn(Items):
@@ -428,14 +431,6 @@ def test_samples_that_training_gets_otherwise_than_their_dataset_gives_them_are_
     texts += ["mean_ (1 in all), [-1.0], and training has [1.0]"]
     wanted = [[3, 3, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
     assert [[said.count(text) for text in texts] for said in logs] == [[*one, 1, 1, 1, 1] for one in wanted]
-
-
-def test_what_a_pass_takes_from_the_one_before_is_found():
-    for use in ("tuple(one.detach() for one in self.h)", "repackage_hidden(self.h)", "self.h.detach()"):
-        text = f"def forward(self, x):\n %s\n self.h = self.rnn(x, {use})"
-        carried, own = text % "if x: self.h = x", text % "self.h = x"
-        assert [fault[:6] for _, fault in check_plugins.faults(carried, True)] == ["self.h"]
-        assert not [*check_plugins.faults(own, True), *check_plugins.faults(carried, True, known={"h"})]
 
 
 @pytest.mark.parametrize("place", ["in its file", "in a subclass"])
