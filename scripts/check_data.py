@@ -1,12 +1,16 @@
-"""-check_data: opens every sample of every split, in parallel, and lists what is wrong; also for -skip_bad_files."""
+"""-check_data: opens every sample of every split, in parallel, and lists what is wrong; also for -skip_bad_files.
 
+It names a split with samples of another one, too: figures of training samples are not those of new data.
+"""
+
+import contextlib
 import logging
 import sys
 import traceback
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -16,7 +20,7 @@ from tqdm import tqdm
 from lib.utils import distributed, files, runtime, signals, watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
-from lib.utils.data import fetch
+from lib.utils.data import fetch, fingerprint
 from lib.utils.data.fetch import MapDataset, stop_signals_blocked
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
@@ -28,15 +32,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 QUIET_S = 30  # between two lines of progress where stderr is no terminal
 Faults = dict[str, tuple[int, str]]  # by a sample's name: the number of the disk's error, or 0, and the message
+TWINS = "{}: {:,} of {:,} samples are in another split, too; the first, {}, is {}"
 
 
 def check(args: "Args") -> int:
     """Print a line for each sample that cannot be read. Returns the exit code."""
     with signals.exit_on_signal():
         splits = model_input.find_splits(args, args.overfit)
-        faults = find_faults(splits, World(), args.seed)
+        faults = find_faults(splits, World(), args.seed, twins := {})
     for _, text in faults.values():
         print(printable(text))
+    for split, pairs in twins.items() if not args.overfit else ():
+        print(printable(TWINS.format(split, len(pairs), len(splits[split]), *pairs[0])))
     total = sum(map(len, splits.values()))
     advice = "; fix or remove them, or leave them out with -skip_bad_files" if faults else ""
     print(f"-check_data: {len(faults)} of {total:,} samples cannot be read{advice}")
@@ -109,14 +116,19 @@ def read_list(config: Path) -> list[str] | None:
     return names
 
 
-def find_faults(splits: dict[str, MapDataset], world: World, seed: int = 0) -> Faults:
-    """Return what is wrong with this rank's share of all samples, found in processes on this rank's cores."""
-    faults = {}
+def find_faults(
+    splits: dict[str, MapDataset], world: World, seed: int = 0, twins: dict[str, list[tuple[str, str]]] | None = None
+) -> Faults:
+    """Return what is wrong with this rank's share of all samples, found in processes on this rank's cores.
+
+    `twins` gets, by split, the names of samples with the content of one in an earlier split, and those of these.
+    """
+    faults, known = {}, {}
     for split, part in splits.items():
         if not (share := range(world.rank, len(part), world.size)):
             continue
         results = DataLoader(
-            Attempts(part, seed),
+            Attempts(part, seed, twins is not None),
             batch_size=None,
             sampler=share,
             num_workers=min(len(share), max(1, runtime.cores_per_process(world))),
@@ -128,12 +140,17 @@ def find_faults(splits: dict[str, MapDataset], world: World, seed: int = 0) -> F
         with stop_signals_blocked():  # in the worker processes
             answers = iter(results)
         try:
-            for fault in tqdm(answers, title, len(share), disable=quiet, mininterval=pause, maxinterval=pause):
+            for answer in tqdm(answers, title, len(share), disable=quiet, mininterval=pause, maxinterval=pause):
                 watchdog.moved()
-                if fault:
-                    index, number, text = fault
+                index, number, text, digest = answer
+                if text is not None:
                     name = name_of(split, part, index)
                     faults[name] = (number, text if name in text else f"{name}: {text}")
+                elif twins is not None and digest:
+                    first_split, first = known.setdefault(digest, (split, index))
+                    if first_split != split:
+                        names = name_of(split, part, index), name_of(first_split, splits[first_split], first)
+                        twins.setdefault(split, []).append(names)
         finally:
             answers._shutdown_workers()
             for worker in answers._workers:
@@ -142,26 +159,47 @@ def find_faults(splits: dict[str, MapDataset], world: World, seed: int = 0) -> F
 
 
 class Attempts(Dataset):
-    """Of each sample its index and what is wrong with it, as (index, number of the error, message), or None."""
+    """Of each sample its index, the number of the error, what is wrong with it or None, a digest of it or None."""
 
-    def __init__(self, dataset: MapDataset, seed: int):
+    def __init__(self, dataset: MapDataset, seed: int, with_digests: bool):
         self.dataset, self.fetch, self.disk_failed = dataset, fetch.Fetch(dataset, seed), False
+        self.with_digests = with_digests
 
     def __len__(self):
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[int, int, str] | None:
+    def __getitem__(self, index: int) -> tuple[int, int, str | None, str | None]:
         read = lambda: self.fetch._read(0, [index], [index])  # noqa: E731  # as in training
         try:
             with no_exit():
                 self.fetch.set_epoch(0)
-                read() if self.disk_failed else files.retry(read)  # a disk that is gone is waited for once
+                items = read() if self.disk_failed else files.retry(read)  # a disk that is gone is waited for once
         except BaseException as error:  # noqa: BLE001  # whatever it is, as a panic of Rust's, it is listed
             number = error.errno if isinstance(error, OSError) else None
             self.disk_failed |= number in files.OF_DISK
             text = traceback.format_exception_only(error)[0].strip()
-            return index, number or 0, str(error) if isinstance(error, UsageError) else text
-        return None
+            return index, number or 0, str(error) if isinstance(error, UsageError) else text, None
+        digest = None
+        with contextlib.suppress(Exception):  # of an object that has none
+            digest = self.with_digests and fingerprint.digest_batch([content_of(self.dataset, index, items)], len, "")
+        return index, 0, None, digest or None
+
+
+def content_of(dataset: MapDataset, index: int, items: Any) -> Any:
+    """Return what a sample is known again by: its file, of which training may draw a crop, else its inputs."""
+    while isinstance(dataset, Subset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    tar = sys.modules.get("lib.dataset.tar")  # not in each project
+    if tar and isinstance(dataset, tar.Shards):
+        return {ending: data for ending, data in dataset.read(index)[1].items() if ending != "cls"}
+    for name in ("files", "samples", "paths"):
+        entries = getattr(dataset, name, ())
+        entry = entries[index] if isinstance(entries, list) and len(entries) == len(dataset) else None
+        path = entry[0] if isinstance(entry, tuple) else entry
+        if isinstance(path, str | Path) and Path(path).is_file():
+            return Path(path).read_bytes()
+    sample = items[0] if isinstance(items, list) else items
+    return sample[0] if isinstance(sample, list | tuple) else sample
 
 
 def name_of(split: str, dataset: MapDataset, index: int) -> str:

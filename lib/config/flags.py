@@ -143,7 +143,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-grace_s", PERIOD, "seconds until a stop that does not finish ends the process", 60.0)
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare the weights", on_resume="forget")
-    add("-check_data", SWITCH, "open all samples, and list those that cannot be read", on_resume="forget")
+    add("-check_data", SWITCH, "list samples that cannot be read, or that two splits share", on_resume="forget")
     add("-restarts", COUNT_OR_0, "start again, up to N times, after a rank was killed", 0, on_resume="forget")
     add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes", 10.0)
 

@@ -230,7 +230,9 @@ def test_check_data_and_the_doctor_list_every_file_that_cannot_be_read(damaged, 
     assert any(level == "note" and "1 .heic" in text for level, text in found)
     for file in (*files, *odd):
         file.unlink()
+    odd[1].write_bytes(next((data / "train" / "ant").glob("*.jpg")).read_bytes())
     assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(data)])) == 0
+    assert "samples are in another split, too; the first, val/bee/y.jpg, is train/ant/" in capsys.readouterr().out
 
 
 def test_a_file_of_another_name_or_class_is_other_data_and_a_moved_folder_is_not(tmp_path):

@@ -357,9 +357,7 @@ def on_evaluation(self, split, figures):
   self.save()
 """
     assert found_at(shares, False, True) == [3, 4, 6, 7, 12]
-    drops = (
-        "def forward(self, x):\n F.dropout(x, 0.5)\n self.drop(x)\n F.scaled_dot_product_attention(x, dropout_p=p)"
-    )
+    drops = "def forward(self, x):\n F.dropout(x)\n self.drop(x)\n F.scaled_dot_product_attention(x, dropout_p=p)"
     assert found_at(f"{drops}\ndef g(x): F.dropout(x, self.training)", False) == [2, 4]
     late = "def optimizer_step(self):\n a(self.state.grad_norm)\n b(self.pending_losses[-1])\n c(self.pending_losses)"
     assert found_at(f"{late}\ndef train_step(self, x):\n [*x]", False) == [2, 4, 6]
