@@ -21,7 +21,7 @@ from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
-from scripts import check_model, check_samples, check_sums
+from scripts import check_means, check_model, check_samples, check_sums
 from scripts.check_sums import name_of, text_of, walk
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ def warn(trainer: Any) -> None:
         for check in (warn_of_epochs, warn_of_flags, warn_of_methods, warn_of_steps, warn_of_files):
             with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
                 check(trainer)
+    check_means.warn(trainer)  # on all processes, as above
 
 
 def classes_of(trainer: Any) -> tuple[list[type], type]:

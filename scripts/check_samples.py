@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -132,35 +132,46 @@ def warn_of_order(trainer: Any, split: str, loader: Loader) -> None:
 
 def read_in_fork(loader: Loader, indices: list[int], data: str, seconds: float) -> dict[int, str]:
     """Return the digests of samples that a forked process reads, the first one and as many as it can in `seconds`."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
     digest = functools.partial(fingerprint.digest_batch, collate_fn=fetch.option(loader.dataset, "collate_fn", len))
     reader = fetch.Fetch(loader.dataset, loader.seed, functools.partial(digest, data=data))
-    process = context.Process(target=send_digests, args=(reader, indices, seconds, theirs, os.getpid()), daemon=True)
+    return in_fork(digests, reader, indices, seconds) or {}
+
+
+def in_fork(function: Callable, *arguments: Any) -> Any:
+    """Return what a function returns in a forked process; None if it takes too long, or fails."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=send, args=(theirs, os.getpid(), function, *arguments), daemon=True)
     with fetch.stop_signals_blocked():
         process.start()
     theirs.close()
     try:
-        return ours.recv() if ours.poll(LOST_S) else {}  # it may wait for a thread that only this process has
+        return ours.recv() if ours.poll(LOST_S) else None  # it may wait for a thread that only this process has
     except EOFError:
-        return {}
+        return None
     finally:
         process.kill()
         process.join()
         ours.close()
 
 
-def send_digests(reader: fetch.Fetch, indices: list[int], seconds: float, pipe: Connection, parent: int) -> None:
-    """Read samples in a process that `parent` has forked, and send their digests."""
+def send(pipe: Connection, parent: int, function: Callable, *arguments: Any) -> None:
+    """Send what a function returns in a process that `parent` has forked."""
     fetch.begin_worker(parent, 0)
-    found, end = {}, None
     with contextlib.suppress(Exception):  # what fails here fails in training, too, with its message
+        pipe.send(function(*arguments))
+
+
+def digests(reader: fetch.Fetch, indices: list[int], seconds: float) -> dict[int, str]:
+    """Return the digests of samples, of as many as can be read in this time."""
+    found, end = {}, None
+    with contextlib.suppress(Exception):
         for index in indices:
             found[index] = str(reader[0, MicroBatch(0, 0, [index], 1, 1, 1, first=True, last=True)][1])
             end = end or time.monotonic() + seconds  # the first read may open files
             if time.monotonic() > end:
                 break
-    pipe.send(found)
+    return found
 
 
 def warn_of_samplers(trainer: Any, split: str, loader: Loader) -> None:

@@ -1,0 +1,152 @@
+"""Compares the loss and the metrics of a few samples with their means over two parts of these samples.
+
+A step is cut into micro-batches, and an evaluation into batches. What is no mean over samples, as the root of a
+mean, a Dice loss, or one that compares the samples of a batch, has another value where they are cut in another way.
+A forked process computes it, whose changes and output are lost: so not on GPUs.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+import os
+import resource
+import stat
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from lib.core import loss
+from lib.utils import seeding
+from lib.utils.checkpoint.state import find_parts
+from lib.utils.data.loader import Loader
+from lib.utils.data.plan import MicroBatch
+from lib.utils.monitoring import metrics
+from scripts import check_samples
+
+log = logging.getLogger(__name__)
+ROWS, FIRST = 24, 7  # samples, and those of the first part
+SAME = 3e-5  # share by which rounding may part two values
+LOSS = (
+    "the loss of %d samples is %.6g, and the mean over two parts of them %.6g: it changes with the number of "
+    "micro-batches, and so of processes: if it is not to be a mean over samples, choose -micro_batch"
+)
+METRIC = (
+    "the metric %s of %d samples is %.6g, and of two parts of them %.6g: it changes with how evaluations are cut "
+    "into batches: return the sums that it is made of, each as a Ratio(sum, count)"
+)
+
+
+def warn(trainer: Any) -> None:
+    """Warn of metrics that change with the cut of a batch, and of such a loss, unless -micro_batch says the cut."""
+    args, world = trainer.args, trainer.world
+    is_plain = sys.platform == "linux" and world.device.type == "cpu" and args.parallel == "ddp" and not args.compile
+    if not is_plain or not is_own(trainer):
+        return
+    split = (*trainer.val_splits, "train")[0]  # whose samples are not drawn
+    with contextlib.suppress(Exception):  # of a user's code, which training calls, too
+        batches = [*batches_of(trainer.loaders[split])]
+        whole, again = batches[0][1], batches[-1][1]
+        if world.is_main and check_samples.are_alike(whole, again):
+            found = check_samples.in_fork(compare, trainer, batches) or {}
+            for name, values in found.items():
+                if name != "loss":
+                    log.warning(METRIC, name, ROWS, *values)
+                elif not args.micro_batch:
+                    log.warning(LOSS, ROWS, *values)
+
+
+def is_own(trainer: Any) -> bool:
+    """Return whether the loss or the metrics may be other than those of the template."""
+    methods = "training_step", "evaluation_step", "compute_metrics", "count_targets"
+    base = [one for one in type(trainer).__mro__ if hasattr(one, "training_step")][-1]
+    is_changed = any(getattr(type(trainer), name) is not getattr(base, name) for name in methods)
+    returns_loss = {*loss.signature(type(loss.unwrap(trainer.model)).forward).parameters} & {*loss.TARGETS}
+    return is_changed or bool(returns_loss) or type(trainer.loss) not in (loss.CrossEntropy, *loss.PAIRWISE)
+
+
+def batches_of(loader: Loader) -> Iterator[tuple[MicroBatch, Any]]:
+    """Yield samples as one batch, as two, and as one again, as training gets them."""
+    count, few = len(loader.dataset), copy.copy(loader)
+    rows = [number * (count - 1) // (ROWS - 1) for number in range(ROWS)] if count >= ROWS else []
+    cut = []
+    for number, part in enumerate((rows, rows[:FIRST], rows[FIRST:], rows)):
+        cut.append(MicroBatch(0, number, part, len(part), len(part), 1, first=True, last=True))
+    vars(few).update(fetcher=loader.fetcher, micro_batches=lambda *_: cut if rows else [])
+    return few.epoch(0)
+
+
+def compare(trainer: Any, batches: list[tuple[MicroBatch, Any]]) -> dict[str, tuple[float, float]]:
+    """Return the loss and the metrics that are not the mean over the parts, each with both values.
+
+    For a forked process. Not what is drawn, and so differs each time.
+    """
+    leave_alone()
+    torch.set_num_threads(1)
+    found = {}
+    for measure in (measure_loss, measure_metrics):
+        with contextlib.suppress(Exception):  # where training fails, too, or only here, as for want of a file
+            measured = [measure(trainer, *one) for one in batches]
+            whole, parts, again = (mean(measured[places]) for places in (slice(1), slice(1, 3), slice(3, 4)))
+            for name, value in whole.items():
+                if is_same(value, again[name]) and not is_same(value, parts[name]):
+                    found.setdefault(name, (value, parts[name]))
+    return found
+
+
+def measure_loss(trainer: Any, micro_batch: MicroBatch, batch: Any) -> tuple[dict[str, Any], int]:
+    """Return the loss of a batch, by itself: without dropout and the statistics of norm layers."""
+    for module in modules_of(trainer):
+        module.training = not isinstance(module, _NormBase | _DropoutNd)
+    trainer.micro_batch, trainer.checks = micro_batch, SimpleNamespace()
+    seeding.seed(seeding.PASS, trainer.args.seed, micro_batch.number)
+    value = trainer.training_step(copy.deepcopy(batch))
+    count = trainer.count_targets(batch, micro_batch.count)
+    return {"loss": metrics.Ratio(value.detach() * count, count)}, micro_batch.count
+
+
+@torch.no_grad()
+def measure_metrics(trainer: Any, micro_batch: MicroBatch, batch: Any) -> tuple[dict[str, Any], int]:
+    """Return the metrics of a batch."""
+    for module in modules_of(trainer):
+        module.training = False
+    trainer.micro_batch, trainer.is_evaluating = micro_batch, True
+    seeding.seed(seeding.EVALUATION, trainer.args.seed, micro_batch.number)
+    count = trainer.count_targets(batch, micro_batch.count)
+    return trainer.evaluation_step(trainer.model, copy.deepcopy(batch), count), micro_batch.count
+
+
+def modules_of(trainer: Any) -> Iterator[nn.Module]:
+    """Yield all modules of a trainer, of the model and others."""
+    for root in find_parts(trainer).modules.values():
+        yield from root.modules()
+
+
+def mean(measured: list[tuple[dict[str, Any], int]]) -> dict[str, float]:
+    """Return the figures of some batches together, as an evaluation has them."""
+    sums = metrics.Sums(alone=True)
+    for figures, samples in measured:
+        sums.update(figures, samples)
+    return metrics.means(sums.reduce())
+
+
+def is_same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=SAME, abs_tol=1e-6) or not math.isfinite(one + other)
+
+
+def leave_alone() -> None:
+    """Let this process write and send nothing, whatever a user's code does with files that are open."""
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (1, 2):
+        os.dup2(nothing, number)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
