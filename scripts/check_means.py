@@ -31,11 +31,11 @@ from lib.utils.monitoring import metrics
 from scripts import check_samples
 
 log = logging.getLogger(__name__)
-ROWS, FIRST = 24, 7  # samples, and those of the first part
+ROWS = 24  # samples, a third of them in the first part
 SAME = 3e-5  # share by which rounding may part two values
 LOSS = (
     "the loss of %d samples is %.6g, and the mean over two parts of them %.6g: it changes with the number of "
-    "micro-batches, and so of processes: if it is not to be a mean over samples, choose -micro_batch"
+    "micro-batches, and so of processes: let count_targets return what it is a mean over, or choose -micro_batch"
 )
 METRIC = (
     "the metric %s of %d samples is %.6g, and of two parts of them %.6g: it changes with how evaluations are cut "
@@ -54,12 +54,12 @@ def warn(trainer: Any) -> None:
         batches = [*batches_of(trainer.loaders[split])]
         whole, again = batches[0][1], batches[-1][1]
         if world.is_main and check_samples.are_alike(whole, again):
-            found = check_samples.in_fork(compare, trainer, batches) or {}
+            found, count = check_samples.in_fork(compare, trainer, batches) or {}, batches[0][0].count
             for name, values in found.items():
                 if name != "loss":
-                    log.warning(METRIC, name, ROWS, *values)
+                    log.warning(METRIC, name, count, *values)
                 elif not args.micro_batch:
-                    log.warning(LOSS, ROWS, *values)
+                    log.warning(LOSS, count, *values)
 
 
 def is_own(trainer: Any) -> bool:
@@ -73,12 +73,11 @@ def is_own(trainer: Any) -> bool:
 
 def batches_of(loader: Loader) -> Iterator[tuple[MicroBatch, Any]]:
     """Yield samples as one batch, as two, and as one again, as training gets them."""
-    count, few = len(loader.dataset), copy.copy(loader)
-    rows = [number * (count - 1) // (ROWS - 1) for number in range(ROWS)] if count >= ROWS else []
-    cut = []
-    for number, part in enumerate((rows, rows[:FIRST], rows[FIRST:], rows)):
+    count, few, cut = min(ROWS, len(loader.dataset)), copy.copy(loader), []
+    rows = [number * (len(loader.dataset) - 1) // max(1, count - 1) for number in range(count)]
+    for number, part in enumerate((rows, rows[: count // 3], rows[count // 3 :], rows)):
         cut.append(MicroBatch(0, number, part, len(part), len(part), 1, first=True, last=True))
-    vars(few).update(fetcher=loader.fetcher, micro_batches=lambda *_: cut if rows else [])
+    vars(few).update(fetcher=loader.fetcher, micro_batches=lambda *_: cut)
     return few.epoch(0)
 
 

@@ -965,13 +965,9 @@ ODD_GROUP = with_change(lambda self: self.optimizer.param_groups[0].update(odd=o
 LATE_RATE = acting("after_step", lambda self: self.optimizer.param_groups[0].update(lr=1.0))
 LISTED = with_change(lambda self: setattr(self, "optimizer", [self.optimizer]))
 FIGURES = {  # what evaluation_step returns: what is said
-    lambda self, model, batch, count: {
-        "sure": model(batch[0]).mean()
-    }: "'sure' of a batch of 6 samples is of shape ()",
+    lambda self, net, batch, _: {"sure": net(batch[0]).mean()}: "'sure' of a batch of 6 samples is of shape ()",
     lambda *parts: {"sure": 0.5}: "is 0.5: give a tensor with a value for each, (B,), or Ratio(sum, count)",
-    lambda self, model, batch, count: {
-        "sure": model(batch[0]).sum(0)
-    }: "'sure' of a batch of 6 samples is of shape (4,)",
+    lambda self, net, batch, _: {"sure": net(batch[0]).sum(0)}: "'sure' of a batch of 6 samples is of shape (4,)",
     lambda *parts: {"sure": Ratio(torch.ones(4), 6)}: "metric 'sure' is made of 6: give numbers, or a Ratio",
     lambda self, model, batch, count: {"sure": Ratio(batch[1], batch[1] + 1)}: "metric 'sure' is made of tensor([",
     lambda *parts: {"a[0]": Ratio(1, 2)}: "metric 'a[0]' is made of 1",
@@ -1197,8 +1193,12 @@ def some_rows(self, batch):
 
 
 def test_a_mean_over_another_number_in_each_micro_batch_is_named(tmp_path):
-    made = type("Some", (trainer.Trainer,), {"training_step": some_rows})
-    assert log_of(edited(tmp_path, "-cpu 1 -micro_batch 8", made)).count("the loss has a mean over") == 1
+    root = lambda self, outputs, rows: {"root": Ratio(self.loss(outputs, rows).sqrt() * len(rows), len(rows))}  # noqa: E731
+    with plugins(trainer={"some": overriding(training_step=some_rows, compute_metrics=root)}):
+        cuts = FLAGS.replace("-micro_batch 4", "-model whole"), FLAGS
+        said = [log_of(run(tmp_path, f"{flags} -trainer some -cpu 1")) for flags in cuts]
+    texts = "the loss of 13 samples is", "the metric root of 13 samples is", "the loss has a mean over"
+    assert [[one.count(text) for text in texts] for one in said] == [[1, 1, 0], [0, 1, 1]]
     x, y = torch.randn(6, 3, requires_grad=True), torch.arange(6) % 3
     losses = nn.CrossEntropyLoss()(x, y), -2 * nn.MSELoss()(x, x.detach()) + x.mean(), x.abs().sum() / 7, x.max() / 9
     losses += nn.CrossEntropyLoss(reduction="sum")(x, y) / len(y), x.square().sum()
