@@ -25,6 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lib.core import loss
 from lib.utils import seeding
 from lib.utils.checkpoint.state import find_parts
+from lib.utils.data import fetch
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import MicroBatch
 from lib.utils.monitoring import metrics
@@ -47,19 +48,15 @@ def warn(trainer: Any) -> None:
     """Warn of metrics that change with the cut of a batch, and of such a loss, unless -micro_batch says the cut."""
     args, world = trainer.args, trainer.world
     is_plain = sys.platform == "linux" and world.device.type == "cpu" and args.parallel == "ddp" and not args.compile
-    if not is_plain or not is_own(trainer):
+    if not (world.is_main and is_plain and is_own(trainer)):
         return
     split = (*trainer.val_splits, "train")[0]  # whose samples are not drawn
-    with contextlib.suppress(Exception):  # of a user's code, which training calls, too
-        batches = [*batches_of(trainer.loaders[split])]
-        whole, again = batches[0][1], batches[-1][1]
-        if world.is_main and check_samples.are_alike(whole, again):
-            found, count = check_samples.in_fork(compare, trainer, batches) or {}, batches[0][0].count
-            for name, values in found.items():
-                if name != "loss":
-                    log.warning(METRIC, name, count, *values)
-                elif not args.micro_batch:
-                    log.warning(LOSS, count, *values)
+    found = check_samples.in_fork(compare, trainer, trainer.loaders[split]) or {}
+    for name, values in found.items():
+        if name != "loss":
+            log.warning(METRIC, name, *values)
+        elif not args.micro_batch:
+            log.warning(LOSS, *values)
 
 
 def is_own(trainer: Any) -> bool:
@@ -71,23 +68,36 @@ def is_own(trainer: Any) -> bool:
     return is_changed or bool(returns_loss) or type(trainer.loss) not in (loss.CrossEntropy, *loss.PAIRWISE)
 
 
-def batches_of(loader: Loader) -> Iterator[tuple[MicroBatch, Any]]:
-    """Yield samples as one batch, as two, and as one again, as training gets them."""
+class Reader:
+    """Reads the micro-batches of a loader in this process."""
+
+    def __init__(self, loader: Loader):
+        self.fetch = fetch.Fetch(loader.dataset, loader.seed)
+
+    def __call__(self, epoch: int, micro_batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        return (self.fetch[epoch, one] for one in micro_batches)
+
+
+def batches_of(loader: Loader) -> list[tuple[MicroBatch, Any]]:
+    """Return samples as one batch, as two, and as one again, as an epoch has them."""
     count, few, cut = min(ROWS, len(loader.dataset)), copy.copy(loader), []
     rows = [number * (len(loader.dataset) - 1) // max(1, count - 1) for number in range(count)]
     for number, part in enumerate((rows, rows[: count // 3], rows[count // 3 :], rows)):
         cut.append(MicroBatch(0, number, part, len(part), len(part), 1, first=True, last=True))
-    vars(few).update(fetcher=loader.fetcher, micro_batches=lambda *_: cut)
-    return few.epoch(0)
+    vars(few).update(fetcher=Reader(loader), micro_batches=lambda *_: cut)
+    return [*few.epoch(0)]
 
 
-def compare(trainer: Any, batches: list[tuple[MicroBatch, Any]]) -> dict[str, tuple[float, float]]:
-    """Return the loss and the metrics that are not the mean over the parts, each with both values.
+def compare(trainer: Any, loader: Loader) -> dict[str, tuple[int, float, float]]:
+    """Return the loss and the metrics that are not the mean over the parts: the samples, and both values.
 
     For a forked process. Not what is drawn, and so differs each time.
     """
     leave_alone()
     torch.set_num_threads(1)
+    batches = batches_of(loader)
+    if not check_samples.are_alike(batches[0][1], batches[-1][1]):
+        return {}
     found = {}
     for measure in (measure_loss, measure_metrics):
         with contextlib.suppress(Exception):  # where training fails, too, or only here, as for want of a file
@@ -95,7 +105,7 @@ def compare(trainer: Any, batches: list[tuple[MicroBatch, Any]]) -> dict[str, tu
             whole, parts, again = (mean(measured[places]) for places in (slice(1), slice(1, 3), slice(3, 4)))
             for name, value in whole.items():
                 if is_same(value, again[name]) and not is_same(value, parts[name]):
-                    found.setdefault(name, (value, parts[name]))
+                    found.setdefault(name, (batches[0][0].count, value, parts[name]))
     return found
 
 

@@ -60,7 +60,7 @@ def warn(trainer: Any) -> None:
         for check in (warn_of_epochs, warn_of_flags, warn_of_methods, warn_of_steps, warn_of_files):
             with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
                 check(trainer)
-    check_means.warn(trainer)  # on all processes, as above
+        check_means.warn(trainer)
 
 
 def classes_of(trainer: Any) -> tuple[list[type], type]:
