@@ -57,10 +57,9 @@ def warn(trainer: Any) -> None:
     check_samples.warn(trainer)  # on all processes, as what reads a sample may count it
     if trainer.world.is_main:
         check_model.warn_lost_layers(find_parts(trainer).modules)
-        for check in (warn_of_epochs, warn_of_flags, warn_of_methods, warn_of_steps, warn_of_files):
+        for check in (warn_of_epochs, warn_of_flags, warn_of_methods, warn_of_steps, warn_of_files, check_means.warn):
             with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
                 check(trainer)
-        check_means.warn(trainer)
 
 
 def classes_of(trainer: Any) -> tuple[list[type], type]:
