@@ -21,7 +21,7 @@ from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
-from scripts import check_means, check_model, check_samples, check_sums
+from scripts import check_code, check_means, check_model, check_samples, check_sums
 from scripts.check_sums import name_of, text_of, walk
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ ADVICE = "changes with the number of micro-batches and processes"
 
 def warn(trainer: Any) -> None:
     """Warn of what a trainer, a model and data have without effect. Raises UsageError as `refuse_without_effect`."""
+    check_code.check(trainer)
     refuse_without_effect(trainer)
     check_samples.warn(trainer)  # on all processes, as what reads a sample may count it
     if trainer.world.is_main:

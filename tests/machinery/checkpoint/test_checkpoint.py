@@ -62,9 +62,7 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
     assert saves.steps(tmp_path) == [4, 3, 2, 1]
 
 
-def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_is_never_removed(
-    tmp_path, monkeypatch
-):
+def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_never_removed(tmp_path, monkeypatch):
     checkpoints = new_checkpoints(tmp_path, keep_last=1)
     for step in (8, 8, 9, 3, 4, 4, 1):
         save(checkpoints, step)

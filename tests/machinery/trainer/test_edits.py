@@ -33,7 +33,7 @@ from lib.utils import distributed
 from lib.utils.checkpoint import state
 from lib.utils.data import loader, plan
 from lib.utils.monitoring.metrics import Ratio
-from scripts import check_loss, check_plugins
+from scripts import check_code, check_loss, check_plugins
 
 FLAGS = f"{SMALL} -log_every 1"
 STOCK = f"{FLAGS} -deterministic no -cpu 2"
@@ -434,9 +434,8 @@ def test_samples_that_training_gets_otherwise_than_their_dataset_gives_them_are_
 @pytest.mark.parametrize("place", ["in its file", "in a subclass"])
 def test_an_evaluation_of_other_weights_than_are_kept_is_named(place, tmp_path, caplog, monkeypatch):
     shadow = type("Shadow", (Distils,), {})
-    monkeypatch.setattr(
-        shadow if "subclass" in place else trainer.Trainer, "evaluate", evaluate_teacher, raising=False
-    )
+    changed = shadow if "subclass" in place else trainer.Trainer
+    monkeypatch.setattr(changed, "evaluate", evaluate_teacher, raising=False)
     said = log_of(edited(tmp_path, "-cpu 1", shadow))
     assert said.count("evaluate() measures other weights than are kept") > 1, "for best/ and final/"
     edited(tmp_path, "-cpu 1 -eval", shadow)
@@ -452,9 +451,7 @@ def test_best_weights_are_evaluated_as_they_are_however_a_trainer_takes_its_aver
         run(tmp_path / kind.__name__, f"{flags} -eval")
         found += [outcome(folder)["test_best"], json.loads((folder / "eval.json").read_text())["test"]]
     assert found == found[:1] * 6
-    assert "test_best" in outcome(edited(tmp_path, "-cpu 1", acting("evaluate_test", DOUBLES))), (
-        "others than measured"
-    )
+    assert "test_best" in outcome(edited(tmp_path, "-cpu 1", acting("evaluate_test", DOUBLES))), "measured others"
 
 
 def test_the_norm_of_a_sharded_weight_is_logged(tmp_path):
@@ -1150,6 +1147,11 @@ def test_a_communication_hook_takes_effect_or_is_refused(tmp_path, monkeypatch, 
 
 def test_an_order_that_is_another_on_a_rank_or_at_a_start_is_refused(tmp_path, monkeypatch, refused):
     run(tmp_path, f"{FLAGS} -limit_steps 4", wanted=75)
+    sums = check_code.checksums()
+    monkeypatch.setattr(check_code, "checksums", lambda: sums | {"lib/own.py": distributed.current_world().rank})
+    assert "lib/own.py (1 in all) of rank 1 is not that of rank 0" in refused(f"{FLAGS} -cpu 2")
+    monkeypatch.setattr(check_code, "checksums", lambda: dict.fromkeys(sums, 0))
+    assert "is another file than at the last start" in log_of(run(tmp_path, f"{FLAGS} -limit_steps 5", wanted=75))
     monkeypatch.setattr(plan, "order", lambda samples, *_: torch.arange(samples) + torch.distributed.get_rank())
     assert "the train samples of rank 1 are not those of rank 0" in refused(f"{FLAGS} -cpu 2")
     monkeypatch.setattr(plan, "order", lambda samples, *_: torch.arange(samples))
