@@ -16,9 +16,7 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 FILE = "code.json"  # in a run's folder
-CHANGED = (
-    "%s (%d in all) is another file than at the last start of this run: its figures may not be those of one code"
-)
+CHANGED = "%s (%d in all) has changed since the last start of this run: its figures may be of both versions"
 
 
 def check(trainer: Any) -> None:

@@ -36,9 +36,8 @@ from scripts import check_samples
 log = logging.getLogger(__name__)
 ROWS = 24  # samples, a third of them in the first part
 METHODS = "training_step", "evaluation_step", "compute_metrics", "count_targets"
-AS_SHIPPED = (
-    0x27FCEC6A  # of the source of these methods and of the loss: others are compared, which takes a tenth of a second
-)
+# The checksum of the source of these methods and of the loss. Others are compared, which takes a tenth of a second.
+AS_SHIPPED = 0x27FCEC6A
 SAME = 3e-5  # share by which rounding may part two values
 LOSS = (
     "the loss of %d samples is %.6g, and the mean over two parts of them %.6g: it changes with the number of "
@@ -54,11 +53,12 @@ def warn(trainer: Any) -> None:
     """Warn of metrics that change with the cut of a batch, and of such a loss, unless -micro_batch says the cut."""
     args, world = trainer.args, trainer.world
     is_plain = sys.platform == "linux" and world.device.type == "cpu" and args.parallel == "ddp" and not args.compile
-    if not (world.is_main and is_plain and is_own(trainer)):
-        return
-    split = (*trainer.val_splits, "train")[0]  # whose samples are not drawn
-    found = check_samples.in_fork(compare, trainer, trainer.loaders[split]) or {}
-    for name, values in found.items():
+    found = None
+    with contextlib.suppress(Exception):  # of a model without a source or a signature
+        if world.is_main and is_plain and is_own(trainer):
+            split = (*trainer.val_splits, "train")[0]  # whose samples are not drawn
+            found = check_samples.in_fork(compare, trainer, trainer.loaders[split])
+    for name, values in (found or {}).items():
         if name != "loss":
             log.warning(METRIC, name, *values)
         elif not args.micro_batch:
