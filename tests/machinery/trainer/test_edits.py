@@ -1151,9 +1151,7 @@ def test_an_order_that_is_another_on_a_rank_or_at_a_start_is_refused(tmp_path, m
     monkeypatch.setattr(check_code, "checksums", lambda: sums | {"lib/own.py": distributed.current_world().rank})
     assert "lib/own.py (1 in all) of rank 1 is not that of rank 0" in refused(f"{FLAGS} -cpu 2")
     monkeypatch.setattr(check_code, "checksums", lambda: dict.fromkeys(sums, 0))
-    assert "has changed since the last start of this run" in log_of(
-        run(tmp_path, f"{FLAGS} -limit_steps 5", wanted=75)
-    )
+    assert "has changed since the last start" in log_of(run(tmp_path, f"{FLAGS} -limit_steps 5", wanted=75))
     monkeypatch.setattr(plan, "order", lambda samples, *_: torch.arange(samples) + torch.distributed.get_rank())
     assert "the train samples of rank 1 are not those of rank 0" in refused(f"{FLAGS} -cpu 2")
     monkeypatch.setattr(plan, "order", lambda samples, *_: torch.arange(samples))
