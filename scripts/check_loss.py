@@ -77,7 +77,7 @@ def check_pass(trainer: Any, loss: Tensor, count: Tensor | int) -> None:
     with contextlib.suppress(Exception):  # of a graph that torch shows in another way
         found = list(sizes_of_means(loss.grad_fn))
     for place, size in enumerate(found):
-        before = known.setdefault((len(found), place, micro_batch.count), size)
+        before = known.setdefault((loss.grad_fn.name(), len(found), place, micro_batch.count), size)
         if abs(size - before) > OTHER_SIZE * before and MEAN not in known:
             known[MEAN] = float(count) == micro_batch.count  # waits for the device, once
             if known[MEAN]:

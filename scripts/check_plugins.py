@@ -27,6 +27,12 @@ from scripts.check_sums import name_of, text_of, walk
 log = logging.getLogger(__name__)
 OF_OTHERS = {"configure_optimizers", "training_step"}  # methods of a model that other programs call
 WEIGHTED = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}  # which divide by the targets' weights
+HIDDEN = (
+    "self.%s keeps %s, of which neither gradients are summed nor a checkpoint has the state: make it an attribute of "
+    "the trainer itself, and not within another object"
+)
+DEPTH, MOST = 3, 100  # of what a trainer's attributes have: names below each other, and in each
+CLIPPED = "%s has a hook of its own gradient, which gets that of a micro-batch, not of the step: see clip_gradients"
 ADDING, EMPTY = {"append", "extend", "update", "add", "add_", "index_add_", "push", "put"}, {"[]", "{}", "None", "()"}
 LOOPS = (ast.For, ast.While)
 METHODS = {"evaluate", "validate", "save", "evaluate_best", "whole_weights"}  # which all processes call together
@@ -58,9 +64,36 @@ def warn(trainer: Any) -> None:
     check_samples.warn(trainer)  # on all processes, as what reads a sample may count it
     if trainer.world.is_main:
         check_model.warn_lost_layers(find_parts(trainer).modules)
-        for check in (warn_of_epochs, warn_of_flags, warn_of_methods, warn_of_steps, warn_of_files, check_means.warn):
+        for check in (
+            warn_of_epochs,
+            warn_of_flags,
+            warn_of_methods,
+            warn_of_steps,
+            warn_of_files,
+            warn_of_parts,
+            check_means.warn,
+        ):
             with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
                 check(trainer)
+
+
+def warn_of_parts(trainer: Any) -> None:
+    """Warn of optimizers that a trainer does not find, and of hooks of gradients."""
+    parts = find_parts(trainer)
+    known = {id(one) for one in (*parts.optimizers.values(), *parts.modules.values())}
+    left = [(name, one) for name, one in vars(trainer).items() if name not in replicas.OF_TRAINER]
+    for name, one in left:
+        if isinstance(one, torch.optim.Optimizer) and id(one) not in known:
+            log.warning(HIDDEN, name, f"the optimizer {type(one).__name__}")
+            break
+        inner = getattr(one, "__dict__", one)
+        inner = dict(enumerate(inner)) if isinstance(inner, list | tuple) else inner
+        if isinstance(inner, dict) and id(one) not in known and name.count(".") < DEPTH and len(inner) < MOST:
+            known.add(id(one))
+            left += [(f"{name}.{key}", value) for key, value in inner.items()]
+    hooked = [name for name, one in parts.parameters().items() if one._backward_hooks]
+    if hooked and len(trainer.plan.cut(0)) > 1:
+        log.warning(CLIPPED, hooked[0])
 
 
 def classes_of(trainer: Any) -> tuple[list[type], type]:

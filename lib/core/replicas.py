@@ -175,7 +175,7 @@ class Checks:
             if names and names != self.said.get(text):
                 log.warning(text, names[0], len(names))
                 self.said[text] = names
-        before = {**now, **self.values}  # a value that is new counts as unchanged
+        before = {**dict.fromkeys(now, "not there"), **self.values} if self.values else now
         names = [name for name, mark in now.items() if None not in (mark, before[name]) and mark != before[name]]
         self.values = before | dict.fromkeys(names)  # None: it is named once
         if names:
@@ -267,7 +267,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
         named |= {f"{part}.{key}": value for key, value in of_ddp.items()}
         for name, module in unwrap(root).named_modules(prefix=part):
             hooks = [*filter(is_own, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()])]
-            kept = {"hooks": hooks, **module._buffers, **vars(module)}.items()  # saved: among `storages`
+            forward = getattr(getattr(module, "forward", None), "__qualname__", "")  # it may be replaced
+            kept = {"hooks": hooks, **module._buffers, **vars(module), "forward": forward}.items()  # or in `storages`
             named |= {f"{name}.{key}": one for key, one in kept if not (key in OF_MODULES or isinstance(one, CODE))}
     for name, one in parts.parameters().items():
         named |= {f"{name}.{key}": value for key, value in vars(one).items() if type(one) is nn.Parameter}

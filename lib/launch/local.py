@@ -149,8 +149,7 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock, f
     code = codes[rank] or FAILED
     how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
     trains = run_folder.read_json(folder / "outcome.json").get("pid") in [child.pid for child in children]
-    message = f"rank {rank} {how}"
-    message += "; the others end" if len(children) > 1 else ""
+    message = f"rank {rank} {how}{'; the others end' if len(children) > 1 else ''}"
     if -code in forwarded:
         code, message = STOPPED, signals.OUTSIDE.format(signal.Signals(-code).name)
     if code != USAGE:  # the child has printed what is wrong

@@ -114,7 +114,15 @@ def _run(save, folder, failure):
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
-        _save_and_report(save, calls.Calls(folder, failure), sink)
+        watch, error = calls.Calls(folder, failure), ""
+        try:
+            watch.install()
+            save()
+        except BaseException:
+            error = traceback.format_exc()
+        with calls.REAL_OPEN(sink, "wb") as file:
+            file.write(pickle.dumps((error, watch.trace)))
+        os._exit(0)
     os.close(sink)
     data = b""
     while select.select([source], [], [], LIMIT)[0] and (block := os.read(source, 1 << 20)):
@@ -128,15 +136,3 @@ def _run(save, folder, failure):
     assert data or os.WTERMSIG(status) == signal.SIGKILL, f"{failure}: the child ended with status {status}"
     error, trace = pickle.loads(data) if data else ("killed", [])
     return Cut("uncut", not error, error, trace)
-
-
-def _save_and_report(save, watch, sink):
-    error = ""
-    try:
-        watch.install()
-        save()
-    except BaseException:
-        error = traceback.format_exc()
-    with calls.REAL_OPEN(sink, "wb") as file:
-        file.write(pickle.dumps((error, watch.trace)))
-    os._exit(0)

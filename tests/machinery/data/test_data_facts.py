@@ -227,7 +227,9 @@ FREE = SMALL.replace("-batch_size 16 -micro_batch 4", "")
 
 
 @pytest.mark.parametrize(("flags", "settled"), [("-batch_size 16", (16, 8)), ("-batch_per_gpu 6", (12, 6))])
-def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, tmp_path, monkeypatch):
+def test_numbers_that_a_killed_first_start_settled_are_kept_but_not_of_a_failed_one(
+    flags, settled, tmp_path, monkeypatch
+):
     folder = killed(tmp_path, f"{FREE} {flags} -cpu 2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     run(tmp_path, f"{FREE} {flags} -cpu 1")
@@ -235,15 +237,11 @@ def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, tmp_
     assert (start["batch_size"], start["micro_batch"], start["threads"]) == (*settled, 1)
     whole = run(tmp_path, f"{FREE} -cpu 1 -threads 1 -batch_size {settled[0]} -micro_batch {settled[1]} -model whole")
     assert same_tensors(weights(folder), weights(whole))
-    run(tmp_path, f"{FREE} -batch_size 16 -cpu 1 -threads 1 -reset -limit_steps 1", wanted=75)
+    killed(tmp_path, f"{FREE} -batch_size 16 -cpu 1 -threads 1 -reset")
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
-
-
-def test_a_first_start_that_failed_settles_nothing(tmp_path):
-    folder = killed(tmp_path, f"{FREE} -batch_size 16 -cpu 2")
     (folder / "outcome.json").write_text('{"state": "failed"}')
     run(tmp_path, f"{FREE} -batch_size 32 -cpu 1 -limit_steps 1", wanted=75)
-    assert json.loads((folder / "start.json").read_text())["micro_batch"] == 32
+    assert json.loads((folder / "start.json").read_text())["micro_batch"] == 32, "one that failed settles nothing"
 
 
 def test_other_data_before_the_first_save_are_said_and_taken_and_of_an_evaluation_said(tmp_path, capfd):

@@ -173,24 +173,18 @@ def failing(monkeypatch, number: int, times: int) -> None:
 
 
 @pytest.mark.parametrize("flags", ["-workers 1", "-workers 0 -skip_bad_files"])
-def test_a_disk_that_fails_for_a_moment_changes_no_bit(tmp_path, monkeypatch, flags):
+def test_a_disk_that_fails_for_a_moment_changes_no_bit_and_a_dead_one_ends_the_run(tmp_path, monkeypatch, flags):
     tiny_data.make_folder(tmp_path / "data")
+    monkeypatch.setattr(files, "PAUSES_S", (0.01, 0.01, 0.01))
+    flags = f"{FLAGS} -data {tmp_path / 'data'} -cpu 1 -epochs 2 {flags}"
     for model, times in (("calm", 0), ("odd", 3)):
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "PAUSES_S", (0.01, 0.01, 0.01))
-            failing(patch, errno.ESTALE, times)
-            run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1 -epochs 2 -model {model} {flags}")
+        failing(monkeypatch, errno.ESTALE, times)
+        run(tmp_path / "out", f"{flags} -model {model}")
     assert distance(tmp_path / "out" / "calm", tmp_path / "out" / "odd") == 0
-
-
-def test_a_run_on_a_failing_disk_fails_with_the_number_and_skips_nothing(tmp_path, monkeypatch):
-    tiny_data.make_folder(tmp_path / "data")
-    monkeypatch.setattr(files, "PAUSES_S", (0.01, 0.01))
     failing(monkeypatch, errno.EIO, times=10**6)
-    for flags in ("-model b -workers 1", "-model c -skip_bad_files"):
-        with pytest.raises((RuntimeError, OSError), match="Errno 5"):  # exit code 1
-            run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1 {flags}")
-        assert "[Errno 5]" in (tmp_path / "out" / flags.split()[1] / "outcome.json").read_text()
+    with pytest.raises((RuntimeError, OSError), match="Errno 5"):  # exit code 1, and no sample is skipped
+        run(tmp_path / "out", f"{flags} -model dead")
+    assert "[Errno 5]" in (tmp_path / "out" / "dead" / "outcome.json").read_text()
 
 
 def test_overfit_takes_all_classes_and_files_without_which_one_is_empty_are_not_left_out(tmp_path, refused):

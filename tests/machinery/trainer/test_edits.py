@@ -821,6 +821,17 @@ def test_what_changes_outside_of_checkpoints_is_named_once(edit, more, changed, 
         assert (text in said) == (edit is Everywhere)
 
 
+def test_what_comes_late_or_lies_deep_is_named(tmp_path):
+    def change(self):
+        self.keeps = {"own": [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]}
+        self.model[1].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+    late = overriding(on_epoch_end=lambda self: vars(self).update(late=self.model.__setitem__(2, nn.ReLU()) or 1))
+    said = log_of(edited(tmp_path, "-cpu 1", with_change(change, late), plain_net))
+    assert "self.keeps.own.0 keeps the optimizer SGD" in said and "1.weight has a hook of its own gradient" in said
+    assert {"trainer.late", "model.2.forward"} <= {*changes(said)}
+
+
 def test_transforms_of_ones_own_are_found_in_those_of_a_library():
     own, function = Helper(), lambda image: image
     composed = v2.Compose([v2.Identity(), own, nn.Sequential(v2.Lambda(function)), torch.relu])
