@@ -180,7 +180,7 @@ class Checks:
         self.values = before | dict.fromkeys(names)  # None: it is named once
         if names:
             advice = "right if nothing needs it later; else make it a saved buffer or a state, alike on all ranks"
-            log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:24]), len(names), advice)
+            log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:32]), len(names), advice)
         are_parted = self.trainer.plan.engine == "stock" and self.trainer.world.size > 1
         for root in parts.modules.values() if are_parted else ():  # DDP shares buffers in the next pass
             take_first([*root.buffers(), *(one for name, one in root.named_parameters() if is_statistic(name))])
