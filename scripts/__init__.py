@@ -5,7 +5,6 @@ check_flags.py   imported by each start: plugins' flags that config.yaml would g
 check_model.py   imported by each start: models that cannot be trained; check_loss.py: losses that stretch targets
 check_samples.py imported by each start: samples that a dataset gives otherwise than its author expects
 check_code.py    imported by each start: files that differ between processes, or from the last start
-check_means.py   imported by each start: losses and metrics that change with the cut of a batch
 check_sums.py    imported by each start: sums and means over a mask in the loss of a training_step
 check_plugins.py  imported by each start: what a trainer's and a model's files have that works otherwise elsewhere
 check_data.py    -check_data: opens every sample and lists what is wrong

@@ -21,7 +21,7 @@ from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.data.fetch import nested
 from lib.utils.errors import UsageError, suggest
-from scripts import check_code, check_means, check_model, check_samples, check_sums
+from scripts import check_code, check_model, check_samples, check_sums
 from scripts.check_sums import name_of, text_of, walk
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ HIDDEN = (
     "the trainer itself, and not within another object"
 )
 DEPTH, MOST = 3, 100  # of what a trainer's attributes have: names below each other, and in each
-CLIPPED = "%s has a hook of its own gradient, which gets that of a micro-batch, not of the step: see clip_gradients"
+CLIPPED = "%s has a hook of its own gradient, which gets that of a micro-batch: right if it is linear"
 ADDING, EMPTY = {"append", "extend", "update", "add", "add_", "index_add_", "push", "put"}, {"[]", "{}", "None", "()"}
 LOOPS = (ast.For, ast.While)
 METHODS = {"evaluate", "validate", "save", "evaluate_best", "whole_weights"}  # which all processes call together
@@ -71,7 +71,6 @@ def warn(trainer: Any) -> None:
             warn_of_steps,
             warn_of_files,
             warn_of_parts,
-            check_means.warn,
         ):
             with contextlib.suppress(OSError, TypeError, KeyError, SyntaxError):  # in a notebook
                 check(trainer)
