@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import re
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -157,12 +156,8 @@ def in_fork(function: Callable, *arguments: Any) -> Any:
 
 
 def send(pipe: Connection, parent: int, function: Callable, *arguments: Any) -> None:
-    """Send what a function returns in a process that `parent` has forked, without its connections."""
+    """Send what a function returns in a process that `parent` has forked."""
     fetch.begin_worker(parent, 0)
-    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                os.close(number)
     with contextlib.suppress(Exception):  # what fails here fails in training, too, with its message
         pipe.send(function(*arguments))
 
